@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.result.number_format import join_words
 from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.simulated.machine import Machine
 from evener.devices.types import Device
@@ -94,7 +95,7 @@ def check_request(request: Request) -> None:
     if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
         raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
     if not 0 <= request.max_slowdown < 1:
-        raise RequestError(f"--max-slowdown is {request.max_slowdown:g}.", "Give a part of the speed, like 10%.")
+        raise RequestError(f"--max-slowdown is {100 * request.max_slowdown:g}%.", "Give 0% or more and below 100%.")
     if not (math.isfinite(request.pace) and request.pace >= 0):
         raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
     for option, word, words in (
@@ -105,4 +106,4 @@ def check_request(request: Request) -> None:
         ("--micro", request.micro, MICROS),
     ):
         if word not in words:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose {' or '.join(words)}.")
+            raise RequestError(f"{option} {word!r} is not known.", f"Choose {join_words(words, 'or')}.")

@@ -27,6 +27,7 @@ GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends
 GRACE_SHARE = 0.25  # of the budget, if that is more and one of them makes steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
+FIRST_SECONDS = {"starting": 60.0, "building": 3.0}  # beyond the budget: importing the framework, and build()
 
 
 class Session(EventThread):
@@ -204,7 +205,13 @@ class Session(EventThread):
         return alarms
 
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
-        """The time is over, unless a probe is in one of the `spared` phases."""
+        """The time is over, unless a probe is in one of the `spared` phases.
+
+        Where nothing has ended yet, the workload is built first: an error there is what the user should hear.
+        """
+        while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
+            if self._halt.wait(POLL_SECONDS):
+                return
         if not any(one.phase in spared for one in tuple(self._running.values())):
             self._late = True
             self._halt.set()
@@ -221,7 +228,8 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
         seen, at, why = tuple(self._seen), self._prober.now(), self._why_stopped()
-        unfinished = explain_unfinished(self._header.workload, self._header.devices, tuple(self._running.values()))
+        running = tuple(one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted)
+        unfinished = explain_unfinished(self._header.workload, self._header.devices, running)
         found = build_outcome(
             self._header, self._search, seen, self._facts, why, self._seconds(), unfinished if self._late else ()
         )
@@ -252,3 +260,7 @@ class Session(EventThread):
 
     def _write(self, entry: journal.Entry) -> None:
         self._journal.append(entry)
+
+
+def _is_being_built(progress: ProbeProgress) -> bool:
+    return progress.phase_seconds < FIRST_SECONDS.get(progress.phase, 0.0)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import msgspec
 
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.search.layouts import is_even
-from evener.balancer.types import Belief, Layout, Observation, OutOfMemory, Result, Timed, layout_of
+from evener.balancer.types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 from evener.devices.types import Device
 from evener.plan import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
@@ -149,11 +150,18 @@ class RivalRate(NamedTuple):
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
-    gain: float | None = None  # of the plan over it, where that was measured in turns in common
+    paired: float | None = None  # the gain of the plan over it, where that is one measured in turn
 
-    def gain_for(self, samples_per_second: float) -> float:
-        """By how much a plan of so many samples/s is faster."""
-        return samples_per_second / self.samples_per_second - 1 if self.gain is None else self.gain
+    @property
+    def figure(self) -> Interval:
+        """Samples/s with their interval."""
+        return Interval(self.samples_per_second, self.low, self.high)
+
+    def gain_of(self, other: RivalRate) -> float | None:
+        """By how much another layout is faster, by the printed rates or as measured in turn; None: not comparable."""
+        if not is_comparable(other.figure, other.batches, self.figure, self.batches):
+            return None
+        return printed_gain(other.samples_per_second, self.samples_per_second) if self.paired is None else self.paired
 
     @property
     def where(self) -> str:
@@ -174,7 +182,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     if state.finished is not None:
         plan = state.finished.plan
         compared = [rival for rival in plan_rivals(plan, labels) if rival.name != LARGER_BATCH]
-        return (_rival("the plan", plan.throughput, plan.layout.batches, labels), *compared)
+        return (plan_rate(plan, labels), *compared)
     found: list[RivalRate] = []
     if state.best is not None:
         best = state.best.throughput
@@ -183,10 +191,20 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     evens = [each for each in timed(state) if is_even(each.probe.layout) and all(each.probe.layout.shares)]
     solos = [each for device in range(len(labels)) if (each := best_solo(state, device)) is not None]
     for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
-        if each is not None:
+        if each is not None and not (state.best and _same_way(each.probe.layout, state.best.layout)):
             found.append(_rival(name, _throughput(each), each.probe.layout.shares, labels))
     complete = len(solos) == len(labels)
     return (*found, *(_sum([_throughput(each) for each in solos]) if complete else ()))
+
+
+def _same_way(one: Layout, other: Layout) -> bool:
+    """Whether they are one layout, or one device at two batches."""
+    return one.shares == other.shares or (one.kind == "solo" and one.active == other.active)
+
+
+def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
+    """The plan itself, to be compared."""
+    return _rival("the plan", plan.throughput, plan.layout.batches, labels)
 
 
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
@@ -203,7 +221,9 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         if single and list(map(bool, single.layout.batches)) == list(map(bool, plan.layout.batches)):
             shown[1] = None
     found = (
-        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(tie=each.tie, gain=each.gain)
+        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(
+            tie=each.tie, paired=each.gain if each.paired else None
+        )
         for each in shown
         if each
     )

@@ -38,6 +38,9 @@ NO_LIMIT = Limit()
 EVERY_HOST = ""
 _TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
+_LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
+    r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)", re.IGNORECASE | re.ASCII
+)
 _UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
 
 
@@ -79,6 +82,8 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
     body, limit = _split_limit(text)
     if not body:
         raise RequestError(f"One part of {spec!r} is empty.", REMEDY)
+    if found := _LIMIT_WITHOUT_AT.fullmatch(body):
+        raise RequestError(f"{body!r} has a limit without an @.", f"Write {found[1]}@{found[2]}.")
     if there := _WHERE.fullmatch(body):
         inner = _parse_device((there[2] or "auto").strip(), limit, None)
         if inner.kind == "sim":

@@ -114,7 +114,7 @@ def _reports() -> tuple[Training, ...]:
     at_seconds = AT_SECONDS + 150.0
     change = "SIM:0 slower by 21 % since step 880"
     facts: dict[str, Any] = {
-        "training": "picture", "world": 2, "step_s": 0.743, "step_spread": 0.03, "input_s": 0.004,
+        "training": "picture", "world": 2, "step_s": 0.743, "step_spread": 0.03, "input_s": 0.004, "between_s": 0.002,
         "plan_samples_per_second": 2106.0,
         "changes": (ShareChange(900, at_seconds - 1130, (820, 568), (768, 620), change),),
     }  # fmt: skip
@@ -122,7 +122,7 @@ def _reports() -> tuple[Training, ...]:
     return tuple(
         Training(
             "torch", "train.py", rows / 0.743, 2421, at_seconds - 0.3,
-            (LiveDevice(device, rank, rows, rows / 0.743, rows, own, waiting),),
+            (LiveDevice(device, rank, rows, rows / 0.743, rows, own, waiting, own_spread=0.03),),
             rank=rank, pid=41_200 + 7 * rank, **facts,
         )
         for rank, (device, rows, own, waiting) in enumerate(ranks)

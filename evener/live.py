@@ -24,6 +24,7 @@ from evener.live_files import (
     MOST_CHANGES,
     MOST_DEVICES,
     MOST_KNOTS,
+    Doing,
     LiveDevice,
     LiveRecord,
     ShareChange,
@@ -36,6 +37,7 @@ from evener.live_files import (
     replace_file,
     start_ticks,
 )
+from evener.live_times import DeviceTimes
 from evener.plan import Share
 from evener.training_journal import TrainingJournal
 
@@ -45,6 +47,9 @@ INTERVAL_SECONDS = 0.5  # between two writes
 COST_LIMIT = 0.001  # writing takes at most this part of the time, on a slow disk too
 LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
 WINDOW_SECONDS = 5.0  # that samples/s is averaged over
+WATCH_SECONDS = 2.0  # between two looks whether steps end
+WATCHER = "evener-live"  # the thread that looks
+LATE_SECONDS, LATE_STEPS = 2.5, 1.5  # since the last step, from which the process says what it is at
 
 Devices = Sequence[str | int | Share]
 
@@ -59,8 +64,9 @@ class Details(NamedTuple):
     step_s: float = 0.0
     step_spread: float = 0.0
     input_s: float = 0.0
-    times: Sequence[tuple[float, float]] = ()  # own_work_s and waiting_s of each device that is reported
+    times: Sequence[DeviceTimes] = ()  # of each device that is reported
     changes: tuple[ShareChange, ...] = ()  # the last ones are kept
+    between_s: float = 0.0
 
 
 class _Point(NamedTuple):
@@ -75,14 +81,20 @@ class _Point(NamedTuple):
 class Reporter:
     """Counts one training's samples and reports them to the monitor; safe in threads and across forks.
 
-    `details` is asked whenever a file is written, and `journal` gets what is written.
+    `details` is asked whenever a file is written, and `journal` gets what is written. If no step ends in time, a thread
+    writes which batch the process is at and what it does, as `now` says.
     """
 
     _serials = iter(range(1 << 29))
 
-    def __init__(self, details: Callable[[], Details] = Details, journal: TrainingJournal | None = None) -> None:
+    def __init__(
+        self,
+        details: Callable[[], Details] = Details,
+        journal: TrainingJournal | None = None,
+        now: Callable[[], tuple[int, Doing]] | None = None,
+    ) -> None:
         self._serial = next(self._serials)
-        self._details = details
+        self._details, self._now = details, now
         self._reset()
         self._journal = journal
         _reporters.add(self)
@@ -97,7 +109,10 @@ class Reporter:
         self._points: deque[_Point] = deque()
         self._reported_at = 0.0  # monotonic seconds
         self._next_write = 0.0
+        self._wait = INTERVAL_SECONDS  # until the next write
         self._file: Path | None = None
+        self._record: LiveRecord | None = None  # in the file
+        self._ended: threading.Event | None = None  # for the thread, if there is one
 
     def report(
         self,
@@ -138,7 +153,9 @@ class Reporter:
             if self._file is not None:
                 with contextlib.suppress(OSError):
                     self._file.unlink(missing_ok=True)
-            self._file = None
+            if self._ended is not None:
+                self._ended.set()
+            self._file = self._ended = None
             self._points.clear()
             if self._journal is not None:
                 self._journal.close()
@@ -171,25 +188,33 @@ class Reporter:
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
-        record = self._record(names, rates or (0.0, 0.0, 0.0), devices, batches)
+        record = self._make_record(names, rates or (0.0, 0.0, 0.0), devices, batches)
         if self._journal is not None:
             self._journal.note(record)
         if rates is not None:
             self._write(record)
-            self._delay_next(time.monotonic() - began)
+            took = time.monotonic() - began
+            wait = took / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
+            self._next_write += self._wait - INTERVAL_SECONDS  # as the record says
+            self._wait = min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
+            if self._now is not None and self._ended is None:
+                self._ended = threading.Event()
+                threading.Thread(target=self._watch, args=(self._now, self._ended), name=WATCHER, daemon=True).start()
 
-    def _record(
+    def _make_record(
         self, names: tuple[str, str], rates: tuple[float, float, float], devices: Devices, batches: Sequence[int] | None
     ) -> LiveRecord:
         rate, tokens_rate, padding = rates
         details = self._details()._asdict()
         described = _describe(devices, batches, rate, details.pop("times"))
         changes = details.pop("changes")[-MOST_CHANGES:]
-        record = LiveRecord(*names, rate, self._step, time.time(), described, tokens_rate, padding, changes=changes)
-        return msgspec.structs.replace(record, **details)
+        now = time.time()
+        record = LiveRecord(*names, rate, self._step, now, described, tokens_rate, padding, changes=changes)
+        return msgspec.structs.replace(record, **details, due_at=now + self._wait)
 
     def _write(self, record: LiveRecord) -> None:
         """Replace the last record, in the first folder that can be written; `_file` is None if none can."""
+        self._record = record
         content = msgspec.json.encode(record)
         last, self._file = self._file, None
         for folder in [last.parent] if last else live_folders():
@@ -201,9 +226,16 @@ class Reporter:
                 self._file = target
                 return
 
-    def _delay_next(self, took_seconds: float) -> None:
-        wait = took_seconds / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
-        self._next_write += min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS) - INTERVAL_SECONDS
+    def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
+        """Until `ended`: where no step ends in time, what the process is at; one that is stopped says nothing."""
+        while not ended.wait(WATCH_SECONDS):
+            with self._lock:
+                record, (batch, doing), late = self._record, now(), time.monotonic() - self._reported_at
+                if ended.is_set() or record is None or (record.batch, record.doing) == (batch, doing):
+                    continue
+                if late > max(LATE_SECONDS, LATE_STEPS * record.step_s):
+                    due_at = min(record.due_at, time.time() - late)  # no longer when a slow disk would have it
+                    self._write(msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at))
 
 
 _reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
@@ -230,7 +262,7 @@ def report(
 
 
 def _describe(
-    devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[tuple[float, float]]
+    devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
     """The devices that compute, each with its part of the rate and its times."""
     named = [_identify(device) for device in devices]
@@ -240,17 +272,16 @@ def _describe(
             f"A report names {len(named)} devices and {len(sizes)} batches.", "Give one batch for each device."
         )
     total = sum(sizes)
-    times = (*times, *[(0.0, 0.0)] * (len(named) - len(times)))
+    times = (*times, *[DeviceTimes()] * (len(named) - len(times)))
     return tuple(
         msgspec.structs.replace(
             device,
             batch=size,
             samples_per_second=rate * (size / total if total else 1 / len(named)),
-            own_work_s=own,
-            waiting_s=waiting,
-            curve=device.curve if own else (),
+            curve=device.curve if spent.own_work_s else (),
+            **spent._asdict(),
         )
-        for device, size, (own, waiting) in zip(named, sizes, times, strict=True)
+        for device, size, spent in zip(named, sizes, times, strict=True)
         if size or not total
     )[:MOST_DEVICES]
 

@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
+Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in the order of a step
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
@@ -46,6 +47,8 @@ class LiveDevice(msgspec.Struct, frozen=True):
         tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)
     ] = ()  # the plan's, of (rows, seconds of a step); only beside own work
     most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
+    least_waiting_s: Rate = 0.0  # the lowest tenth of waiting: where this rank was the last, what the exchange takes
+    own_spread: Rate = 0.0  # interquartile range of own work over its median
 
 
 class ShareChange(msgspec.Struct, frozen=True):
@@ -79,6 +82,14 @@ class LiveRecord(msgspec.Struct, frozen=True):
     changes: Annotated[
         tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
     ] = ()  # of the shares, the last ones
+    between_s: Rate = 0.0  # of a step, between the backward pass and the next batch, without the optimizer, median
+    due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
+    batch: Count = 0  # the last one begun when no step had ended in time
+    doing: Doing = ""  # of it, then; empty while steps end, and of a process that is stopped
+
+    def late_seconds(self, at_seconds: float) -> float:
+        """For how long its next record has been due."""
+        return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
@@ -112,9 +123,16 @@ def file_name(pid: int, ticks: int, serial: int) -> str:
     return f"{pid}.{ticks}.{serial}.json"
 
 
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def prepare_folder(folder: Path) -> None:
     """Make the folder for this user alone and remove files of dead processes; OSError if another user owns it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} is not this user's folder")

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 FLOAT32_ROUNDING = 1e-5  # of the loss: kernels for other numbers of rows add up in another order
-FLOAT64_ROUNDING = 1e-6  # models of float64 compute softmax and norms in float32 all the same
+MIXED_ROUNDING = 1e-6  # models of float64 often compute softmax and norms in float32
+FLOAT64_ROUNDING = 1e-11
 
 
 class LossFigures(msgspec.Struct, frozen=True):
@@ -43,17 +44,20 @@ class LossMeaning(msgspec.Struct, frozen=True):
 
 def judge(figures: LossFigures) -> LossMeaning:
     """What the loss is a mean over: every name in `counts` whose weighted mean of the parts is the whole's loss."""
-    if not all(map(math.isfinite, (figures.whole, *figures.parts))):
-        return LossMeaning((), math.inf, figures.rounding)
-    scale = max(map(abs, (figures.whole, *figures.parts))) or 1.0
-    errors = {name: abs(figures.whole - mean_by(figures, name)) / scale for name in figures.counts}
+    losses = [loss for loss in (figures.whole, *figures.parts) if math.isfinite(loss)]
+    scale = max(map(abs, losses), default=0.0) or 1.0
+    differences = {name: abs(figures.whole - mean_by(figures, name)) / scale for name in figures.counts}
+    errors = {name: error if math.isfinite(error) else math.inf for name, error in differences.items()}
     fitting = tuple(name for name, error in errors.items() if error <= figures.rounding)
-    spread = (max(figures.parts) - min(figures.parts)) / scale
+    spread = (max(losses, default=0.0) - min(losses, default=0.0)) / scale
     return LossMeaning(fitting, min(errors.values()), figures.rounding, spread > 100 * figures.rounding)
 
 
 def mean_by(figures: LossFigures, name: str) -> float:
-    """The parts' losses as one mean, weighted by what each part has of `name`; infinite where none has any."""
+    """The parts' losses as one mean, weighted by what each part has of `name`; infinite where none has any.
+
+    The loss of a part that has none doesn't count: a mean over nothing is NaN.
+    """
     counts = figures.counts[name]
     total = sum(counts)
     pairs = zip(counts, figures.parts, strict=True)

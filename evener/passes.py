@@ -31,3 +31,8 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
     """The rows of the largest pass among the shares that need several; None where each is one pass."""
     several = [split_passes(share, micro) for share, micro in zip(shares, micros, strict=True) if micro < share]
     return max((passes[-1] for passes in several), default=None)
+
+
+def smallest_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
+    """The rows of the smallest pass of a full batch, on any device that has some."""
+    return min(split_passes(share, micro)[0] for share, micro in zip(shares, micros, strict=True) if share)

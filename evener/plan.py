@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan_layout import Kind, PlanLayout, Share, check_layout, make_layout
+from evener.plan_layout import Kind, PlanLayout, Share, check_layout, complete_layout, make_layout
 from evener.shares import apportion
 from evener.whole_files import read_whole, write_atomically
 
@@ -50,6 +50,16 @@ LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
+_BY_HAND: dict[str, Any] = {  # of a plan that nobody has measured
+    **dict.fromkeys(("created", "workload"), ""),
+    "framework": "none",
+    "precision": "float32",
+    "xla": False,
+    "throughput": dict.fromkeys(("samples_per_second", "low", "high"), 0.0),
+    "evidence": (),
+    "search": {**dict.fromkeys(("probes", "out_of_memory", "seed"), 0), "seconds": 0.0, "why_stopped": ""},
+    "fingerprint": {"devices": (), "driver": "", "versions": {}, "workload_digest": ""},
+}
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
 
 
@@ -73,7 +83,8 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     layout: PlanLayout
     throughput: Throughput
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
-    gain: float | None = None  # 0.12: the plan is 12 % faster, as measured in turns in common; None: by the figures
+    gain: float | None = None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
+    paired: bool = False  # the gain was measured in turn, and the figures alone say another; written only if true
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,9 +172,10 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
     data = _decode(text, source)
     if not isinstance(data, dict):
         raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
+    data = {"schema": SCHEMA, **data}
     _check_schema(data, source)
     try:
-        plan = msgspec.convert(data, Plan, strict=True)
+        plan = msgspec.convert({**_BY_HAND, **data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
@@ -209,7 +221,7 @@ def _write_as_schema_1(data: dict[str, Any]) -> None:
     data["schema"] = 1
     data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
     for rival in data["evidence"]:
-        for key in ("tie", "gain"):
+        for key in ("tie", "gain", "paired"):
             rival.pop(key, None)
     for figure in (data["throughput"], *(rival["throughput"] for rival in data["evidence"])):
         for key in ("tokens_per_second", "padding", "samples_per_joule", "active_watts", "idle_watts"):

@@ -25,7 +25,7 @@ def check_fit(
     if not the plan's own; None leaves a value unchecked. With `strict`, a warning is an error too.
     """
     _check_kind(plan)
-    _check_world(plan, world)
+    _check_world(plan, world, framework)
     check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
     warnings = [
         *_missing_devices(plan, devices),
@@ -64,15 +64,16 @@ def _check_kind(plan: Plan) -> None:
         )
 
 
-def _check_world(plan: Plan, world: int | None) -> None:
+def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
     expected = len(plan.layout.active)
     if world is None or world == expected:
         return
     names = ", ".join(describe(share) for share in plan.layout.active)
     left_out = len(plan.layout.share) - expected
     note = f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)" if left_out else ""
+    fault = f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process."
     raise PlanError(
-        f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process.",
+        " ".join([*_other_framework(plan, framework), fault]),
         f"Start {expected}, as evener launch does, or make a plan for {world}.",
     )
 

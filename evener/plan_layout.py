@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +13,9 @@ from evener.costs import Cost
 from evener.errors import PlanError
 
 RATIO_TOLERANCE = 1e-6
+
+ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
+_WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
 Kind = Literal["solo", "split", "pack", "place"]
 Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bends of a measured curve
@@ -40,7 +44,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Kind
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
-    engine: str = ""  # towers | mirrored | multiworker | ddp; empty where there is no choice
+    engine: str = ""  # one of ENGINES; empty where there is no choice
     processes: int = 1  # pack: trainings that run on the device at the same time
     placement: str = ""  # place: the workload's name for it
 
@@ -89,6 +93,23 @@ def make_layout(
     return PlanLayout(kind, total, shares, engine, processes, placement)
 
 
+def complete_layout(layout: Any) -> Any:
+    """A layout as it was read, with what follows from its devices and batches where it isn't written."""
+    shares = layout.get("share") if isinstance(layout, dict) else None
+    if not isinstance(shares, list) or not all(
+        isinstance(each, dict) and type(each.get("batch")) is int for each in shares
+    ):
+        return layout
+    batches = [share["batch"] for share in shares]
+    total = sum(batches)
+    completed = [
+        {"index": i, "name": share.get("device"), "ratio": batch / max(1, total), "micro": batch, **share}
+        for i, (share, batch) in enumerate(zip(shares, batches, strict=True))
+    ]
+    kind = "split" if sum(map(bool, batches)) > 1 else "solo"
+    return {"kind": kind, "global_batch": total, **layout, "share": completed}
+
+
 def check_layout(layout: PlanLayout, where: str) -> None:
     """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match another."""
     if any(share.batch < 0 for share in layout.share):
@@ -104,6 +125,12 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         raise PlanError(
             f"{where}.share has some of its devices on a host.", "Name a host for all of them, or for none."
         )
+    if layout.engine not in ("", *ENGINES, *_WITHOUT_FRAMEWORK):
+        raise PlanError(f"{where}.engine is {layout.engine}.", f"Write one of {', '.join(ENGINES)}, or leave it out.")
+    for key in ("index", "device"):
+        named = Counter((share.host, getattr(share, key)) for share in layout.share)
+        if twice := [str(value) for (_, value), times in named.items() if times > 1]:
+            raise PlanError(f"{where}.share has the {key} {twice[0]} twice.", "Each device has one share.")
     if layout.processes < 1:
         raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")
     total = sum(layout.batches)

@@ -11,28 +11,42 @@ import os
 import signal
 import sys
 
-STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host
+STARTS = "EVENER_STARTS"  # JSON: variables and cores of each process of this host; the launcher's pid and folder
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
     """Take this process's part of the variable, and run the script in its place."""
-    _say_restart()
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind
+    if os.getppid() != own["launcher"]:  # also if it was killed before that
+        sys.exit(1)
+    for stream, path in enumerate(own.get("output", ()), 1):
+        os.dup2(os.open(path, os.O_WRONLY), stream)
     if own["cores"]:
         os.sched_setaffinity(0, own["cores"])
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)  # a launcher that is killed leaves no training behind
-    os.execve(sys.executable, [sys.executable, "-u", *sys.argv[1:]], {**os.environ, **own["variables"]})
+    variables = {**own["variables"], **_count_starts(own["folder"])}
+    os.execve(sys.executable, [sys.executable, "-u", *sys.argv[1:]], {**os.environ, **variables})
 
 
-def _say_restart() -> None:
-    """After the end of a process of this host: over several hosts PyTorch's agents start all again by themselves."""
-    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if count and os.environ["LOCAL_RANK"] == "0":
-        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-        words = f"a process of this host has ended; all start again, {count} of {most} times"
+def _count_starts(folder: str) -> dict[str, str]:
+    """Where PyTorch's agents start all again by themselves, over several hosts: the restarts so far, on every host.
+
+    An agent counts only those that a process of its own host has caused.
+    """
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return {}
+    own, most = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    with open(f"{folder}/starts-{os.environ['LOCAL_RANK']}", "a+") as starts:
+        starts.seek(0)
+        before = starts.read().split()
+        starts.write(f"{own} ")
+    if before and os.environ["LOCAL_RANK"] == "0":
+        where, times = ("this", f", {own} of {most} times") if own != before[-1] else ("another", "")
+        words = f"a process of {where} host has ended; all start again{times}"
         print(f"evener: {words}", file=sys.stderr, flush=True)
+    return {"TORCHELASTIC_RESTART_COUNT": str(len(before))}
 
 
 if __name__ == "__main__":

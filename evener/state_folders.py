@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
+from evener.live_files import make_private
 
 
 def state_folder() -> Path:
@@ -32,12 +33,16 @@ def new_run_id() -> str:
 def trusted_folder(folder: Path) -> Path:
     """The folder, made for this user alone; RequestError if, links followed, somebody else owns it or may write it."""
     with as_request_error(f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         status = folder.stat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise RequestError(
-            f"{folder} belongs to, or may be written by, somebody else, and is not trusted.",
-            "Set XDG_STATE_HOME to a folder of your own.",
+            f"{folder} belongs to somebody else, and is not trusted.", "Set XDG_STATE_HOME to a folder of your own."
+        )
+    if status.st_mode & 0o022:
+        raise RequestError(
+            f"{folder} may be written by others, and is not trusted.",
+            f"If all in it is yours: chmod 700 {folder}. Or set XDG_STATE_HOME to another folder.",
         )
     return folder
 

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
 
 LARGEST_BYTES = 4 << 20  # of a file to read
+PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin
 
 
 def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError) -> bytes:
     """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large to be one."""
-    with as_request_error(f"The {what} {path} can't be read", remedy, error), Path(path).open("rb") as stream:
+    with (
+        as_request_error(f"The {what} {path} can't be read", remedy, error),
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream,
+    ):
+        if not select.select([stream], [], [], PIPE_SECONDS)[0]:
+            raise error(f"Nothing is written to the pipe {path}, which should be a {what}.", remedy)
+        os.set_blocking(stream.fileno(), True)
         content = stream.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise error(f"{path} is larger than any {what}.", remedy)

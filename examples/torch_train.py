@@ -114,7 +114,8 @@ def summary(rates: list[float], split: Split) -> str:
     """Samples/s over all epochs but the first, in which memory is allocated and kernels are chosen."""
     steady = rates[1:] or rates
     rate = len(steady) / sum(1 / each for each in steady)
-    said = f"; the plan says {split.plan.throughput.samples_per_second:,.0f}" if split.plan else ""
+    promised = split.plan.throughput.samples_per_second if split.plan else 0.0  # 0: a plan by hand
+    said = f"; the plan says {promised:,.0f}" if promised else ""
     return f"{rate:,.0f} samples/s over {len(steady)} epochs{said}"
 
 

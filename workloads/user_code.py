@@ -23,6 +23,10 @@ from evener.workloads.protocol import BACKENDS, Entry
 
 _DATA_FUNCTIONS = ("sample_batch", "training_data", "lengths")
 _PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
+_PACKAGES = {
+    "tensorflow": {"keras", "tensorflow"},
+    "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
+}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -76,8 +80,14 @@ def guess_framework(name: str) -> str:
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
-    packages = {package_of(name) for node in ast.walk(_parsed(Path(home))) for name in list_imports(node)}
-    return "torch" if "torch" in packages and not packages & {"keras", "tensorflow"} else "tensorflow"
+    return imported_framework(Path(home)) or "tensorflow"
+
+
+def imported_framework(script: Path) -> str:
+    """The framework that a Python file imports, or that what it imports is for; empty where that isn't clear."""
+    packages = {package_of(name) for node in ast.walk(_parsed(script)) for name in list_imports(node)}
+    found = [framework for framework, own in _PACKAGES.items() if packages & own]
+    return found[0] if len(found) == 1 else ""
 
 
 def list_imports(node: ast.AST) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import LONGEST_BLOCK_SECONDS, Block, BlockTimer, StepTiming, has_grown
+from evener.balancer.probes.block_timing import Block, BlockTimer, StepTiming, has_grown
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
 from evener.balancer.probes.interference import DriverReader, ProbeInterference
 from evener.balancer.probes.prober import Report
@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
 BLOCK_SLACK = 20.0  # a block may take so many times what it should
 CHUNKS = 8  # per block of a pack: how often each training looks at the clock
+PACK_STEPS = 4  # of each training in a block, as they don't end together,
+LONGEST_PACK_SECONDS = 2.0  # as far as so much time has them
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -182,7 +184,7 @@ class Measurement:
         """So many steps; trainings of a pack run for the same time instead, so none idles while another works."""
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
-        return RunSteps(max(1, steps // CHUNKS), min(steps * step_seconds, LONGEST_BLOCK_SECONDS))
+        return RunSteps(max(1, steps // CHUNKS), min(max(steps, PACK_STEPS) * step_seconds, LONGEST_PACK_SECONDS))
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
         """The group's block is as long as its slowest rank's."""
@@ -228,13 +230,16 @@ class Measurement:
         return (ran.cpu_seconds + ran.spun_seconds) / ran.wall_seconds if self._ranks.threads == 1 else None
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """The time in which each training takes a step: rates over nearly the same window add up, as memory does."""
+        """The time in which each training takes a step: all steps, in the time of the training that took longest.
+
+        So nothing counts that one did while another still built its first steps, or had ended.
+        """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         self._memory_bytes = (total,) * len(ran)
         steps = max(1, round(sum(reply.steps for reply in ran) / len(ran)))
-        combined = sum(reply.steps / reply.wall_seconds for reply in ran)
-        return Block(steps, steps * len(ran) / combined)
+        each = max(reply.wall_seconds for reply in ran) * len(ran) / sum(reply.steps for reply in ran)
+        return Block(steps, steps * each)
 
     def _report_progress(self, timer: BlockTimer) -> None:
         self._progress.enter(timer.phase)

@@ -7,30 +7,17 @@ from statistics import fmean
 
 import msgspec
 
-from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples, name_all
+from evener.balancer.result.gains import is_certain, write_gain
+from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples
 from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate
-from evener.balancer.search.layouts import Candidate, is_even
-from evener.balancer.search.ranking import Standing, overlap
+from evener.balancer.result.rivals import Rival, find_larger, name_rivals
+from evener.balancer.search.layouts import is_even
 from evener.balancer.types import Interval, Layout, Result, Timed
 from evener.costs import Cost
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass
-
-
-class Rival(msgspec.Struct, frozen=True):
-    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1."""
-
-    candidate: Candidate
-    throughput: Interval
-    gain: float
-    tie: bool
-    unclear: bool
-
-    @property
-    def family(self) -> str:
-        """Of layouts without other knobs; "knobs" for the others."""
-        return "knobs" if self.candidate.layout.knobs else self.candidate.family
+COVERS = 0.8  # of a loss: what is named as its cause
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -51,41 +38,6 @@ class Tokens(msgspec.Struct, frozen=True):
     gap: float | None = None
 
 
-def list_rivals(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = ()) -> tuple[Rival, ...]:
-    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput.
-
-    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced.
-    """
-    found = _fastest_split(chosen, ranking, results)
-    for one in ranking:
-        if one.candidate.layout == chosen.layout:
-            continue
-        if ranking[0].candidate.layout == chosen.layout and one.against is not None:
-            gain = 1 / (1 + one.against.value) - 1
-            found.append(Rival(one.candidate, one.throughput, gain, one.tie, one.unclear))
-        else:
-            found.append(compare_throughput(chosen, one.candidate, one.throughput))
-    return tuple(found)
-
-
-def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    fastest = max((one for one in results if one.layout.kind == "split"), key=_value, default=None)
-    raced = (one.candidate.layout for one in ranking)
-    if fastest is None or chosen.layout.kind == "split" or fastest.layout in raced:
-        return []
-    return [compare_throughput(chosen, Candidate("split", fastest.layout), fastest.throughput)]
-
-
-def _value(one: Result) -> float:
-    return one.throughput.value
-
-
-def compare_throughput(chosen: Result, rival: Candidate, throughput: Interval) -> Rival:
-    """A rival without turns in common with the chosen layout: overlapping intervals are a tie."""
-    gain = chosen.throughput.value / throughput.value - 1
-    return Rival(rival, throughput, gain, overlap(chosen.throughput, throughput), False)
-
-
 def explain(
     chosen: Result,
     rivals: Sequence[Rival],
@@ -94,10 +46,14 @@ def explain(
     tokens: Tokens = Tokens(),  # noqa: B008 - frozen
 ) -> str:
     """What to do and why, with the figures; `labels` are the devices' short names."""
-    begin = f"{_advice(chosen, labels, tokens)}: {_figure(chosen, tokens)}"
-    gains = _gains(chosen, rivals, labels)
-    clauses = [*_losses(chosen, rivals, labels, costs or Costs()), *_larger(chosen, rivals)]
-    clauses += [*_knobs(chosen, rivals), *_ties(chosen, rivals, len(labels))]
+    advice = _advice(chosen, labels, tokens)
+    if not is_certain(chosen.throughput):
+        return f"{advice}. The samples/s aren't known ({_error(chosen.throughput).strip()})."
+    compared = [one for one in rivals if one.compared]
+    gains = _gains(chosen, compared, labels)
+    clauses = [*_losses(chosen, rivals, labels, costs or Costs()), *_larger(chosen, compared)]
+    clauses += [*_knobs(chosen, compared), *_ties(chosen, rivals, len(labels))]
+    begin = f"{advice}: {_figure(chosen, tokens)}"
     return "; ".join([begin + (f", {' and '.join(gains)}" if gains else ""), *clauses]) + "."
 
 
@@ -110,13 +66,6 @@ def _figure(chosen: Result, tokens: Tokens) -> str:
     if tokens.gap is not None and len(chosen.layout.active) > 1:
         beside += f", the devices' own work within {percent(tokens.gap)}"
     return f"{rate(chosen.throughput.value * tokens.of_row)} tokens/s{error} ({beside})"
-
-
-def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
-    """A name for each, beside the chosen layout's own."""
-    layout = chosen.layout
-    family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
-    return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
@@ -179,7 +128,7 @@ def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> li
     if layout.kind == "split" and not is_even(layout):
         even = _first(rivals, "even", devices=len(layout.active))
         name = "the even split of rows as they come" if layout.costs else "the even split"
-        reasons += [_compare(name, even)] if even else []
+        reasons += [_compare(chosen, name, even)] if even else []
     single = _first(rivals, "solo")
     if layout.kind != "solo" and single is not None:
         reasons.append(_gain_over_one(chosen, single, labels))
@@ -190,7 +139,7 @@ def _gain_over_one(chosen: Result, single: Rival, labels: Sequence[str]) -> str:
     """What it gains over one device alone, and what trainings side by side lose each."""
     layout = chosen.layout
     (position,) = single.candidate.layout.active
-    reason = _compare(f"{labels[position]} alone", single)
+    reason = _compare(chosen, f"{labels[position]} alone", single)
     if layout.kind != "pack":
         return reason
     own = layout.global_batch * layout.processes / chosen.throughput.value
@@ -198,24 +147,43 @@ def _gain_over_one(chosen: Result, single: Rival, labels: Sequence[str]) -> str:
     return f"{reason}, though each training takes {times:.1f} times as long"
 
 
-def _compare(name: str, rival: Rival) -> str:
+def _compare(chosen: Result, name: str, rival: Rival) -> str:
+    name += _at(chosen, rival)
     if rival.tie:
         return f"as fast as {name} within the error"
-    if rival.gain < 0:
-        return f"{percent(-rival.gain)} slower than {name}"
-    return f"{percent(rival.gain, 0 if rival.gain >= 0.01 else 1)} faster than {name}"
+    gain = rival.gain_of(chosen)
+    word, size = ("faster", gain) if gain >= 0 else ("slower", -gain)
+    return f"{_whole(size)} {word} than {name}{_in_turn(rival)}"
+
+
+def _at(chosen: Result, rival: Rival) -> str:
+    """The rival's samples a step, where the chosen layout has others."""
+    batch = rival.candidate.layout.global_batch
+    return f" at {batch} samples" if batch != chosen.layout.global_batch else ""
+
+
+def _in_turn(rival: Rival) -> str:
+    return ", measured in turn" if rival.paired else ""
+
+
+def _whole(share: float) -> str:
+    return percent(share, 0 if share >= 0.01 else 1)
 
 
 def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs) -> list[str]:
     """What the best split, pack and placement lose, if another layout is chosen."""
     clauses = []
     if chosen.layout.kind != "split" and len(labels) > 1:
-        split = next((one for one in rivals if one.family in ("even", "split")), None)
+        splits = [one for one in rivals if one.family in ("even", "split")]
+        split = next((one for one in splits if one.compared), None)
         if split:
             clauses.append(_split_loses(chosen, split, labels, costs))
+        elif any(not is_certain(one.throughput) for one in splits):
+            clauses.append("how fast a split over several devices is isn't known")
         elif chosen.layout.kind == "solo":
-            clauses.append("no split over several devices was measured")
-    return clauses + _others_lose(chosen, rivals)
+            near = f" near {chosen.layout.global_batch} samples" if splits else ""
+            clauses.append(f"no split over several devices was measured{near}")
+    return clauses + _others_lose(chosen, [one for one in rivals if one.compared])
 
 
 def _others_lose(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
@@ -227,43 +195,49 @@ def _others_lose(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
             continue
         layout = rival.candidate.layout
         who = f"{layout.processes} trainings side by side" if family == "pack" else f"the placement {layout.placement}"
+        who += _at(chosen, rival)
         if rival.gain < 0:
-            clauses.append(f"{who} {'are' if family == 'pack' else 'is'} {_faster(rival)}")
+            clauses.append(f"{who} {'are' if family == 'pack' else 'is'} {_faster(chosen, rival)}")
         else:
-            clauses.append(f"{who} {verb} {_loss(rival)}")
+            clauses.append(f"{who} {verb} {_loss(chosen, rival)}")
     return clauses
 
 
 def _split_loses(chosen: Result, split: Rival, labels: Sequence[str], costs: Costs) -> str:
-    over = f"a split over {join_words([labels[i] for i in split.candidate.layout.active])}"
+    over = f"a split over {join_words([labels[i] for i in split.candidate.layout.active])}{_at(chosen, split)}"
     if split.tie:
         return f"{over} is no faster within the error ({rate(split.throughput.value)} samples/s)"
     if split.gain < 0:
-        return f"{over} is {_faster(split)} ({rate(split.throughput.value)} samples/s)"
-    return f"{over} loses {_loss(split)}{_cause(chosen, split.candidate.layout, costs)}"
+        return f"{over} is {_faster(chosen, split)} ({rate(split.throughput.value)} samples/s)"
+    return f"{over} loses {_loss(chosen, split)}{_cause(chosen, split, costs)}"
 
 
-def _faster(rival: Rival) -> str:
+def _faster(chosen: Result, rival: Rival) -> str:
     """A rival that is faster than the chosen layout, which something else has decided for."""
-    return f"{percent(1 / (1 + rival.gain) - 1)} faster"
+    return f"{_whole(1 / (1 + rival.gain_of(chosen)) - 1)} faster{_in_turn(rival)}"
 
 
-def _loss(rival: Rival) -> str:
-    loss = 1 - 1 / (1 + rival.gain)
-    return percent(loss, 0 if loss >= 0.02 else 1)
+def _loss(chosen: Result, rival: Rival) -> str:
+    loss = 1 - 1 / (1 + rival.gain_of(chosen))
+    return f"{percent(loss, 0 if loss >= 0.02 else 1)}{_in_turn(rival)}"
 
 
-def _cause(chosen: Result, split: Layout, costs: Costs) -> str:
-    """What takes most of a split's step: keeping in step, or what a smaller share does not shorten; "" if unknown."""
-    if chosen.layout.kind != "solo":
+def _cause(chosen: Result, rival: Rival, costs: Costs) -> str:
+    """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
+    split = rival.candidate.layout
+    apart = costs.apart_seconds(split)
+    if chosen.layout.kind != "solo" or (apart is None and costs.sync_seconds is None):
         return ""
-    sync, apart = costs.sync_seconds or 0.0, costs.apart_seconds(split) or 0.0
-    batch = chosen.layout.global_batch
-    whole, share = batch / chosen.throughput.value, max(split.shares)
-    if apart - whole * share / batch > sync:
-        took = f"a step of {share} samples alone still takes {milliseconds(apart)}"
-        return f", because {took}, against the {milliseconds(whole)} of all {batch}"
-    return f", because keeping them in step costs {milliseconds(sync)} a step" if sync else ""
+    batch, sync, share = split.global_batch, costs.sync_seconds or 0.0, max(split.shares)
+    took, whole = (batch / one.throughput.value for one in (rival, chosen))
+    kept = (apart or 0.0) - whole * share / batch
+    if kept > sync and kept >= COVERS * (took - whole):
+        all_of_it = f", against the {milliseconds(whole)} of all {batch}" if not _at(chosen, rival) else ""
+        return f", because its longest part alone still takes {milliseconds(apart or 0.0)}{all_of_it}"
+    if sync >= COVERS * (took - whole):
+        return f", because keeping them in step costs {milliseconds(sync)} a step"
+    parts = f", its longest part alone {milliseconds(apart)}" if apart else ""
+    return f": its step takes {milliseconds(took)}{parts}; the rest isn't explained"
 
 
 def _larger(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
@@ -271,17 +245,9 @@ def _larger(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
     larger = find_larger(chosen, rivals)
     if larger is None or larger.tie:
         return []
-    gain = 1 / (1 + larger.gain) - 1
-    return [f"{larger.candidate.layout.global_batch} samples a step would add {percent(gain, 1)}"]
-
-
-def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
-    """The fastest layout of one training with more samples, if it is faster than the chosen one."""
-    if chosen.layout.kind not in ("solo", "split"):
-        return None
-    faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
-    larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]
-    return min(larger, key=lambda one: one.gain, default=None)
+    figures = () if larger.paired else (chosen.throughput, larger.throughput)
+    gain = write_gain(1 / (1 + larger.gain_of(chosen)) - 1, *figures)
+    return [f"{larger.candidate.layout.global_batch} samples a step would add {gain}{_in_turn(larger)}"]
 
 
 def _knobs(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
@@ -290,9 +256,13 @@ def _knobs(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
     for one in rivals:
         layout = one.candidate.layout
         if layout.knobs:
-            clauses.append(f"{_name_knobs(layout)} {'makes no difference' if one.tie else f'loses {_loss(one)}'}")
+            clauses.append(
+                f"{_name_knobs(layout)} {'makes no difference' if one.tie else f'loses {_loss(chosen, one)}'}"
+            )
         elif chosen.layout.knobs and msgspec.structs.replace(chosen.layout, knobs=()) == layout:
-            clauses.append(f"{_name_knobs(chosen.layout)} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}")
+            gain = one.gain_of(chosen)
+            given = f"{percent(gain, 0 if gain >= 0.02 else 1)}{_in_turn(one)}"
+            clauses.append(f"{_name_knobs(chosen.layout)} {'makes no difference' if one.tie else f'gives {given}'}")
     return clauses
 
 

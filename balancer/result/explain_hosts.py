@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from evener.balancer.result.explain import COVERS
+from evener.balancer.result.gains import printed_gain
 from evener.balancer.result.number_format import join_words, percent, rate
 from evener.balancer.types import Layout, Result
 from evener.devices.types import Device
@@ -26,11 +28,15 @@ def explain_hosts(
     if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return ""
     there = list_hosts(fastest.layout)
-    seconds, loss = network_seconds(len(there)), 1 - fastest.throughput.value / chosen.throughput.value
+    seconds = network_seconds(len(there))
+    loss = -printed_gain(fastest.throughput.value, chosen.throughput.value)
+    batch = fastest.layout.global_batch
+    size = f", at {batch} samples," if batch != chosen.layout.global_batch else ""
+    covers = seconds >= COVERS * loss * batch / fastest.throughput.value
     left_out = [host for host in there if host not in own]
     verb = "is" if len(left_out) == 1 else "are"
-    cause = f", as the network takes {seconds * 1000:.3g} ms of each step" if seconds else ""
+    cause = f", as the network takes {seconds * 1000:.3g} ms of each step" if covers else ""
     return (
-        f" {join_words(left_out)} {verb} left out: the fastest split over {len(there)} hosts makes"
+        f" {join_words(left_out)} {verb} left out: the fastest split over {len(there)} hosts{size} makes"
         f" {rate(fastest.throughput.value)} samples/s, {percent(loss, 0 if loss >= 0.02 else 1)} less{cause}."
     )

@@ -15,6 +15,7 @@ from evener.devices.types import Device
 GIB = 1 << 30
 ORDER = get_args(Doubt)
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too
+FEW_STEPS = 100  # of an epoch: with fewer, little is learnt
 CHANGED = 0.1  # relative difference of two measurements of one layout
 IN_SHORT = {
     "not_finite": "its loss was not finite",
@@ -23,6 +24,7 @@ IN_SHORT = {
     "disturbed": "other work took CPU time while it was measured",
     "changed": "the machine's speed changed between measurements",
 }
+UNCERTAIN = {"noisy": "its steps vary much", "too_short": "it was timed too shortly"}
 
 
 def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None = None) -> tuple[Warned, ...]:
@@ -102,7 +104,7 @@ def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str
         f" again with {longer}.",
         "changed": f"The same layout was {whole} faster in one measurement than in another, as by {cause}: gains may be"
         " wrong by as much; measure again.",
-        "noisy": f"The samples/s are certain to within ± {fine} only; measure again with {longer}.",
+        "noisy": f"The samples/s are only known to within ± {fine}; measure again with {longer}.",
         "slow_start": f"Steps were still becoming faster (by {whole}) when the warm-up's time was over.",
         "stalled": f"One block took {size:.1f} times as long as the others.",
         "too_short": f"Only {size:.2f} s were timed; give {longer}.",
@@ -118,6 +120,14 @@ def add_doubt(sentence: str, doubts: Iterable[Warned]) -> str:
         return sentence
     remedy = "look at it before you train" if "not_finite" in codes else "measure again to be sure"
     return f"{sentence.removesuffix('.')}; but {why}: {remedy}."
+
+
+def add_remedy(sentence: str, doubts: Iterable[Warned], run: str) -> str:
+    """The verdict of samples/s that aren't known, with what makes them uncertain and the line that measures on."""
+    codes = {doubt.code for doubt in doubts}
+    why = next((words for code, words in {**IN_SHORT, **UNCERTAIN}.items() if code in codes), "")
+    cause = f", as {why}" if why else ""
+    return f"{sentence.removesuffix('.')}{cause}: evener balance --resume {run} --budget +5m measures on."
 
 
 def explain_taken_memory(seen: Iterable[Observation], devices: Sequence[Device]) -> tuple[str, ...]:
@@ -177,14 +187,14 @@ def explain_left_out(seen: Sequence[Observation], devices: Sequence[Device], cho
     return tuple(f"{devices[i].label} {words[i]}" for i in sorted(words))
 
 
-def explain_few_rows(chosen: Layout, rows: int) -> tuple[str, ...]:
-    """A sentence if a step takes more rows than the training has; `rows` 0: unknown."""
-    if not 0 < rows < chosen.global_batch:
-        return ()
-    return (
-        f"A step takes {chosen.global_batch} samples, and the data have {rows}: an epoch is less than one step."
-        f" Search with --max-global-batch {rows} or less.",
-    )
+def explain_few_steps(chosen: Layout, rows: int) -> str:
+    """What the verdict begins with if an epoch has so few steps that little is learnt; `rows` 0: unknown."""
+    batch = chosen.global_batch
+    if not 0 < rows < FEW_STEPS * batch:
+        return ""
+    steps = "less than one step" if rows < batch else f"only {rows // batch} step{'s' * (rows >= 2 * batch)}"
+    remedy = f"; search with --max-global-batch {rows // FEW_STEPS} for {FEW_STEPS}" if rows >= FEW_STEPS else ""
+    return f"An epoch is {steps}, as a step takes {batch} of the {rows} rows{remedy}. "
 
 
 def _why_nothing_ran(seen: Failed | OutOfMemory, position: int) -> str:

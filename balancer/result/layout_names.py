@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from evener.balancer.result.number_format import write_share
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.types import Layout
+from evener.plan import BEST_SPLIT
 
 PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
@@ -18,7 +19,7 @@ def name_candidate(one: Candidate, devices: int) -> str:
     name = {
         "solo": "best single device",
         "even": "even split" if len(layout.active) == devices else f"even over {len(layout.active)}",
-        "split": "best split",
+        "split": BEST_SPLIT,
         "pack": f"pack of {layout.processes}{PACK_MODES.get(layout.placement, '')}",
         "place": f"place {layout.placement}",
     }[one.family]
@@ -26,11 +27,14 @@ def name_candidate(one: Candidate, devices: int) -> str:
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """A name for each, the fastest first, none of them twice: of two of one kind the slower one is `another`."""
+    """A name for each, the fastest first, none of them twice: of two of one kind the slower one is `another`.
+
+    No split is the best one behind a split that comes first.
+    """
     names: list[str] = []
     for one in found:
         name = name_candidate(one, devices)
-        if name in names:
+        if name in names or (names and found[0].layout.kind == "split" and name == BEST_SPLIT):
             name = f"another {name.removeprefix('best ')}"
         if name in names:
             name = f"{name}, {list_samples(one.layout)}"

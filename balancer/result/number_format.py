@@ -16,6 +16,11 @@ def rate(samples_per_second: float) -> str:
     return f"{samples_per_second:,.0f}".replace(",", " ")
 
 
+def efficiency(samples_per_joule: float) -> str:
+    """With three significant digits at least: 0.699, 28, 3 197."""
+    return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
+
+
 def milliseconds(seconds: float) -> str:
     """With two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
     count = seconds * 1000
@@ -45,6 +50,6 @@ def half_width(value: float, low: float, high: float) -> str:
     return percent(relative_error(value, low, high), 1)
 
 
-def join_words(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str], last: str = "and") -> str:
     """One, two and three."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

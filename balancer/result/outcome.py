@@ -10,21 +10,12 @@ import msgspec
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import explain_measurements as measurements
-from evener.balancer.result.explain import (
-    Costs,
-    Rival,
-    Tokens,
-    compare_throughput,
-    cost_ratios,
-    explain,
-    find_larger,
-    list_rivals,
-    name_rivals,
-    work_gap,
-)
+from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, work_gap
 from evener.balancer.result.explain_hosts import explain_hosts
+from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_samples, name_candidate
-from evener.balancer.result.number_format import join_words, percent, relative_error
+from evener.balancer.result.number_format import efficiency, join_words, percent, relative_error
+from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
@@ -77,12 +68,13 @@ def build_outcome(
         return None
     devices = header.devices
     labels = [device.label for device in devices]
-    rivals = list_rivals(chosen, search.ranking(), search.results())
+    rivals = list_rivals(chosen, search.ranking(), search.results(), search.best_single())
     doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
     gap = work_gap(search.turns(chosen.layout))
     tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
     sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
-    sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
+    if is_certain(chosen.throughput):
+        sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
     warnings = (
         *header.notes,
         *search.options.left_out,
@@ -94,7 +86,6 @@ def build_outcome(
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),
-        *measurements.explain_few_rows(chosen.layout, facts.rows),
         *measurements.explain_passes(chosen.layout, facts.batch_statistics),
     )
     request, knobs = header.request, chosen.layout.knobs
@@ -115,9 +106,13 @@ def build_outcome(
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
-    sentence += explain_efficiency(search, plan)
-    verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
-    return Outcome(plan, explain_short_budget(search, seen, why_stopped) + verdict)
+    if is_certain(chosen.throughput):
+        sentence += explain_efficiency(search, plan)
+        verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
+    else:
+        verdict = measurements.add_remedy(sentence, doubts, header.run)
+    few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
+    return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
 
 
 def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
@@ -135,7 +130,7 @@ def explain_efficiency(search: Search, plan: Plan) -> str:
     if slowdown is None or not own.samples_per_joule:
         return ""
     fastest = max((one.throughput for one in plan.evidence), key=lambda one: one.samples_per_second, default=own)
-    figure = f" It trains {own.samples_per_joule:.3g} samples per joule"
+    figure = f" It trains {efficiency(own.samples_per_joule)} samples per joule"
     within = f"of the layouts at most {percent(slowdown)} slower than the fastest"
     if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
         return f"{figure}, the most {within}."
@@ -204,21 +199,27 @@ def _write_evidence(
 ) -> tuple[Evidence, ...]:
     """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
     names = name_rivals(chosen, rivals, len(devices))
-    larger = find_larger(chosen, rivals)
+    larger, single = find_larger(chosen, rivals), search.best_single()
     found = list(zip(names, rivals, strict=True))
-    single = search.best_single()
+    by_layout = {one.candidate.layout: one for one in rivals}
+
+    def compare_solo(one: Result) -> Rival:
+        """The same comparison of one layout wherever it stands; the plan has one figure."""
+        figure = chosen.throughput if one.layout == chosen.layout else one.throughput
+        return by_layout.get(one.layout) or compare(chosen, Candidate("solo", one.layout), figure)
+
     if single is not None and BEST_SINGLE not in names:
-        found.append((BEST_SINGLE, compare_throughput(chosen, Candidate("solo", single.layout), single.throughput)))
+        found.append((BEST_SINGLE, compare_solo(single)))
     if larger is not None:
         found.append((LARGER_BATCH, larger))
     for device, result in zip(devices, search.solos(), strict=True):
         if result is not None:
-            rival = compare_throughput(chosen, Candidate("solo", result.layout), result.throughput)
-            found.append((f"{SOLO_PREFIX}{device.label}", rival))
+            found.append((f"{SOLO_PREFIX}{device.label}", compare_solo(result)))
 
     def describe(name: str, one: Rival) -> Evidence:
-        layout = one.candidate.layout
-        return Evidence(name, write(layout), _write_throughput(one.throughput, layout, search), one.tie, one.gain)
+        layout, gain = one.candidate.layout, one.gain if one.compared else None
+        figure = _write_throughput(one.throughput, layout, search)
+        return Evidence(name, write(layout), figure, one.tie, gain, one.paired)
 
     return tuple(describe(name, one) for name, one in found)
 

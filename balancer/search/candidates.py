@@ -7,6 +7,7 @@ from functools import cached_property
 import msgspec
 
 from evener.balancer.search.budget import Budget
+from evener.balancer.search.efficiency import most_efficient
 from evener.balancer.search.layouts import (
     Candidate,
     LayoutOptions,
@@ -70,6 +71,7 @@ class Candidates:
             *(self._singles() if "solo" in families else ()),
             *(self._evens(splits) if "even" in families else ()),
             *(Candidate(find_family(layout), layout, extra=i > 0) for i, layout in enumerate(splits)),
+            *(self._frugal() if self._problem.max_slowdown is not None else ()),
             *(self._placed() if "place" in families else ()),
         ]
         allowed = [one for one in found if one.family in families]  # a tolerable "split" may be one device
@@ -129,6 +131,14 @@ class Candidates:
         """
         timed = self.seen.timed_in(layout, "rest") or (self.seen.timed_in(layout, "solo") if contended else [])
         return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
+
+    def _frugal(self) -> list[Candidate]:
+        """Where energy decides: every device alone, and splits over some of the devices that should take least."""
+        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
+        alone = {layout.active[0]: layout for layout in reversed(ranked)}
+        splits = most_efficient(self._predictions, self._problem.max_slowdown or 0.0)
+        layouts = [*alone.values(), *map(self._predictions.layout, splits)]
+        return [Candidate(find_family(layout), layout, True) for layout in layouts if self._model.fits(layout)]
 
     # ------------------------------------------------------------------ several devices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from statistics import fmean
 
@@ -16,7 +17,8 @@ from evener.balancer.search.plan_curves import describe_curves
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.race import Race
-from evener.balancer.search.ranking import Standing, center, choose_winner, mean_power, throughput
+from evener.balancer.search.ranking import ENOUGH_TURNS, Standing, center, choose_winner, mean_power, throughput, widen
+from evener.balancer.search.solo_stage import SMALL
 from evener.balancer.search.text_candidates import TextCandidates
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import (
@@ -31,6 +33,7 @@ from evener.balancer.types import (
 from evener.plan_layout import Knots
 
 READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation; the last by `Search`
+LEAST_STEPS = 20  # of an epoch, that a free global batch leaves
 
 
 class Findings:
@@ -57,14 +60,15 @@ class Findings:
             self.__dict__.pop(reading, None)
 
     def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
-        """The data have so many rows, 0: unknown. A free global batch has no more, unless a largest one is given.
+        """The data have so many rows, 0: unknown. A free global batch leaves 20 steps, unless a largest one is given.
 
         `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost. The
         number of the longest row is for a sentence.
         """
         problem, quantum = self.problem, self.problem.multiple_of
         if rows and problem.global_batch is None and problem.max_global_batch is None:
-            problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, rows // quantum * quantum))
+            most = min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
+            problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
         if lengths:
             problem = msgspec.structs.replace(problem, lengths=lengths, longest_row=longest_row)
         if problem != self.problem:
@@ -79,12 +83,22 @@ class Findings:
         Its figure is that of the turns since it was chosen, if there are any: of noisy figures the highest is too high.
         """
         chosen = self._chosen()
-        fresh = self._seen.turns_once_chosen(chosen.layout) if chosen else {}
-        if not chosen or not fresh:
-            return chosen
+        if chosen is None:
+            return None
+        fresh = self._seen.turns_once_chosen(chosen.layout)
+        if not fresh:
+            return self._widened(chosen)
         every = {one.probe: one for one in (*self.turns(chosen.layout), *fresh.values())}.values()
         figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
-        return Result(chosen.layout, figure, len(every))
+        return self._widened(Result(chosen.layout, figure, len(every)), tuple(fresh.values()))
+
+    def _widened(self, one: Result, fresh: Sequence[Timed] = ()) -> Result:
+        """The result with an interval that has what other measurements showed, unless many turns say otherwise."""
+        if one.turns > ENOUGH_TURNS:
+            return one
+        own = {seen.probe for seen in (*self._turns(one.layout).values(), *fresh)}
+        others = [seen for seen in self._seen.timed_in(one.layout) if seen.probe not in own]
+        return msgspec.structs.replace(one, throughput=widen(one.throughput, others, self.problem.devices > 1))
 
     def _chosen(self) -> Result | None:
         """The best layout, by the turns that chose it.
@@ -92,7 +106,7 @@ class Findings:
         A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
         more, the best of those that ran.
         """
-        found = self.ranking()
+        found = self._race.ranking
         pool = {one.candidate.layout: one.candidate for one in found}
         if not all(candidate.synchronous for candidate in pool.values()):
             return _result(found[0])
@@ -111,13 +125,16 @@ class Findings:
         return self._result_for(choose_winner(candidates, turns, self.problem).layout)
 
     def ranking(self) -> tuple[Standing, ...]:
-        """Every layout of the race, the winner first."""
-        return self._race.ranking
+        """Every layout of the race, the winner first, each with the one figure that is said of it."""
+        best, found = self.best(), self._race.ranking
+        results = (self._widened(_result(one)) for one in found)
+        said = (best if best and best.layout == one.layout else one for one in results)
+        return tuple(one.with_figure(result.throughput) for one, result in zip(found, said, strict=True))
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
         ran = self._ran()
-        found = [self._result_for(layout) for layout in self._seen.still_fit(ran) or ran]
+        found = [self._widened(self._result_for(layout)) for layout in self._seen.still_fit(ran) or ran]
         return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
 
     def solos(self) -> tuple[Result | None, ...]:

@@ -117,13 +117,13 @@ class MachineModel:
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
-        """Devices measured while the others were idle: the best measurement of each that still fits."""
+        """Devices measured while the others were idle: the best of each that still fits and has a batch asked for."""
         best: dict[int, Timed] = {}
-        for turns in self.seen.still_fit(self.seen.timed(["rest"])).values():
-            for one in turns:
-                (i,) = one.probe.layout.active
-                if i not in best or one.samples_per_second > best[i].samples_per_second:
-                    best[i] = one
+        fit = self.seen.still_fit(self.seen.timed(["rest"]))
+        for one in (one for turns in fit.values() for one in turns):
+            (i,), batch = one.probe.layout.active, one.probe.layout.global_batch
+            if self.problem.global_batch in (None, batch):
+                best[i] = max(best.get(i, one), one, key=lambda each: each.samples_per_second)
         return best
 
     @cached_property

@@ -117,9 +117,9 @@ class Observations:
                     layouts.setdefault(seen.probe.layout, []).append(seen)
         return layouts
 
-    def timed_in(self, layout: Layout, stage: Stage) -> list[Timed]:
-        """The timed observations of one layout in one stage."""
-        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if probe.stage == stage]
+    def timed_in(self, layout: Layout, stage: Stage | None = None) -> list[Timed]:
+        """The timed observations of one layout, in one stage or all."""
+        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if stage in (None, probe.stage)]
         return [one for one in seen if isinstance(one, Timed)]
 
     def timed_race(self) -> list[Timed]:
@@ -136,8 +136,7 @@ class Observations:
 
         An uncontended measurement from before the race counts as turn 0, unless the race has one.
         """
-        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ())]
-        timed = [one for one in seen if isinstance(one, Timed)]
+        timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
         uncontended = ("rest", "split", "pack", *(("solo",) if self._problem.devices == 1 else ()))
         earlier = [one for one in timed if one.probe.stage in uncontended]

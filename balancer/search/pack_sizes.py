@@ -1,8 +1,8 @@
 """How many trainings side by side get most out of one device: which N to try next, from those tried.
 
 N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes in a row without a
-gain, or one that fails. Then the gaps next to the best size are halved. Each training costs memory, so the smallest N
-within `GAIN` of the best is chosen.
+gain, or one that fails. Then the gaps next to the best size are halved. Each training costs memory and takes longer, so
+the smallest N within `ENOUGH` of the best is chosen, or within the tolerance where that is more.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 GAIN = 0.01  # relative; less than that is no gain
+ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
 REFINEMENTS = 5  # sizes tried between neighbours after growth ended
 MOST_PROCESSES = 89
@@ -28,13 +29,13 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     return _between(tried, grown)
 
 
-def best_size(tried: Rates) -> int | None:
-    """The fewest trainings within `GAIN` of the best; None if none ran."""
+def best_size(tried: Rates, tolerance: float = GAIN) -> int | None:
+    """The fewest trainings within the tolerance of the best; None if none ran."""
     ran = {size: rate for size, rate in tried.items() if rate is not None}
     if not ran:
         return None
     top = max(ran.values())
-    return min(size for size, rate in ran.items() if rate >= top * (1 - GAIN))
+    return min(size for size, rate in ran.items() if rate >= top * (1 - tolerance))
 
 
 def _grown(most: int) -> list[int]:

@@ -15,7 +15,7 @@ import msgspec
 from evener.balancer.search.layouts import PackMode, pack_on
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.pack_sizes import MOST_PROCESSES, best_size, next_size
+from evener.balancer.search.pack_sizes import ENOUGH, MOST_PROCESSES, best_size, next_size
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
@@ -47,7 +47,8 @@ class Packing:
 
     def best_layout(self) -> Layout | None:
         """The best measured pack; None if none ran."""
-        size = best_size({size: rate for size, rate in self._rates.items() if size > 1})
+        enough = max(ENOUGH, self._problem.tolerance)
+        size = best_size({size: rate for size, rate in self._rates.items() if size > 1}, enough)
         ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
         return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
 

@@ -9,7 +9,7 @@ than either figure. Two layouts deserve another turn while switching to the slow
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
@@ -18,7 +18,7 @@ from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns
 from evener.balancer.search.statistics import normal_cdf, normal_density, student
 from evener.balancer.search.timed_points import relative_error
-from evener.balancer.types import Interval, Layout, Power, Problem
+from evener.balancer.types import Interval, Layout, Power, Problem, Timed
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
@@ -72,6 +72,10 @@ class Standing(msgspec.Struct, frozen=True):
     def unclear(self) -> bool:
         """A tie whose measured gap is above 3 %: the difference may be 0 and may be large."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
+
+    def with_figure(self, figure: Interval) -> Standing:
+        """The same with other samples/s."""
+        return msgspec.structs.replace(self, throughput=figure, step=_step(self.candidate, figure))
 
 
 def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> tuple[Standing, ...]:
@@ -191,16 +195,35 @@ def center(figure: Interval, value: float) -> Interval:
     return Interval(value, max(0.0, value - half), value + half)
 
 
+def widen(figure: Interval, others: Iterable[Timed], contended: bool) -> Interval:
+    """The interval with every other measurement of the layout that doesn't overlap it.
+
+    Where devices are `contended` in the solo stage, what that found to be slower says nothing.
+    """
+    low, high = figure.low, figure.high
+    for one in others:
+        value = one.samples_per_second
+        slowed = contended and one.probe.stage == "solo" and value < figure.value
+        if not slowed and not overlap(figure, one.throughput):
+            low, high = min(low, value), max(high, value)
+    return Interval(figure.value, low, high)
+
+
 def overlap(one: Interval, other: Interval) -> bool:
     """Whether two 95 % intervals overlap, so that neither is surely faster."""
     return one.low <= other.high and other.low <= one.high
 
 
+def _step(one: Candidate, figure: Interval) -> Interval:
+    """Seconds of a step at so many samples/s."""
+    samples = one.layout.global_batch * one.layout.processes
+    return Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
+
+
 def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) -> Standing:
     own = turns[one.layout]
     figure = throughput(own)
-    samples = one.layout.global_batch * one.layout.processes
-    step = Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
+    step = _step(one, figure)
     if winner is None:
         return Standing(one, figure, step, None, False, len(own))
     against = compare_turns(own, turns[winner.layout]).interval()

@@ -82,7 +82,7 @@ class Search(Findings):
     @property
     def _rest(self) -> Budget:
         """What the race left of the budget, less the time to check its winner."""
-        kept = max((self._budget.least_seconds(one.candidate.layout) for one in self.ranking()[:1]), default=0.0)
+        kept = max((self._budget.least_seconds(one.candidate.layout) for one in self._race.ranking[:1]), default=0.0)
         seconds = (self.problem.budget_seconds or 0.0) - kept
         problem = msgspec.structs.replace(self.problem, budget_seconds=max(0.0, seconds))
         return Budget(problem, self.options, self._seen, race_is_over=True)
@@ -122,7 +122,7 @@ class Search(Findings):
         return none_fits or not self._seen.in_stage("race") or self._budget.has_time_to_explore
 
     def _why_over(self, model: MachineModel) -> str:
-        found = self.ranking()
+        found = self._race.ranking
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
         problem = msgspec.structs.replace(self.problem, budget_seconds=None)

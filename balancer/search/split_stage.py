@@ -22,6 +22,7 @@ MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
+OUTDONE = 0.01  # relative: a device must be faster in a split than alone by more, to be measured alone once more
 HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
 
 
@@ -35,7 +36,7 @@ class SplitStage:
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
         return self._probe(self._first_single()) or self._probe(
-            (self._next_split() if self._with_splits else None) or self._next_single()
+            (self._next_split() if self._with_splits else None) or self._next_single() or self._outdone_single()
         )
 
     def _probe(self, wanted: Allocation | None) -> Probe | None:
@@ -120,6 +121,21 @@ class SplitStage:
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
         return None if self._safely_fits(wanted) else wanted
+
+    def _outdone_single(self) -> Allocation | None:
+        """A device alone at its share of the fastest split, where it is surely faster there than at any batch alone."""
+        fastest = max(self._model.fitting_splits, key=lambda one: one.samples_per_second, default=None)
+        if fastest is None or not fastest.probe.layout.by_rows:
+            return None
+        for i in (layout := fastest.probe.layout).active:
+            alone = [
+                s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.kind == "solo"
+            ]
+            best = max((one.throughput.high for one in alone), default=0.0)
+            tried = any(one.probe.layout.shares[i] == layout.shares[i] for one in alone)
+            if layout.passes(i) == 1 and not tried and layout.shares[i] > best * (1 + OUTDONE) * fastest.high_seconds:
+                return Allocation(((i, layout.shares[i]),), fastest.step_seconds)
+        return None
 
     def _was_at_rest(self, position: int) -> bool:
         """Whether a device was measured while the others were idle."""

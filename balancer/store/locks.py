@@ -96,16 +96,17 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
     """Lock a file of this user's and write `note` into it; the holder's note if somebody else has it."""
-    with as_request_error(f"The lock {path} can't be written", "Set XDG_STATE_HOME to a folder that you may write."):
+    remedy = "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
+    with as_request_error(f"The lock {path} can't be taken", remedy):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    held.callback(os.close, descriptor)
-    try:
-        _lock(descriptor)
-    except OSError:
-        return _read_note(descriptor)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(note).encode(), 0)
+        held.callback(os.close, descriptor)
+        try:
+            _lock(descriptor)
+        except BlockingIOError:
+            return _read_note(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
     return None
 
 

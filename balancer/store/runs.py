@@ -52,6 +52,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
     kind: Literal["search", "training"] = "search"
 
+    @property
+    def named_workload(self) -> str:
+        """The workload; what ran on simulated devices says so."""
+        return self.workload + " (simulated)" * any(label.startswith("SIM:") for label in self.devices)
+
 
 class Run(msgspec.Struct, frozen=True):
     """A run according to its journal; one that was cut off has the plan that its measurements give, if any."""

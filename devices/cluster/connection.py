@@ -79,6 +79,18 @@ def list_nodes() -> tuple[Node, ...]:
     return tuple(by_host[host] for host in sorted(by_host))
 
 
+def check_head() -> None:
+    """DeviceError if nothing listens any more where the cluster of this process has its head."""
+    import ray
+
+    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), LISTEN_SECONDS).close()
+    except OSError as error:
+        message = f"The head of the Ray cluster, {host}:{port}, doesn't answer any more: {error.strerror or error}."
+        raise DeviceError(message, "Start the cluster again, and then this.") from None
+
+
 def _join(address: str) -> None:
     """In a thread of its own: Ray would wait for a minute, and take over the signal handlers of the main thread."""
     import ray

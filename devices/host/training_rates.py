@@ -11,9 +11,9 @@ from evener.devices.types import UNSUPPORTED, Device, Reading, State
 from evener.live_files import LiveDevice, Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
-OLD_SECONDS = 5.0  # a report this old says what was, not what is
+OLD_SECONDS = 5.0  # a report whose next one has been due for so long says what was, not what is
 
-Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (samples/s, age in seconds)
+Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (samples/s, seconds that it is late)
 
 
 class TrainingRates:
@@ -41,7 +41,7 @@ class TrainingRates:
         here = {device.id for device in devices}
         placed = [_place(training, devices, pids) for training in self._trainings]
         for training in placed:
-            age = max(0.0, now - training.updated_at)
+            age = training.late_seconds(now)
             for live in training.devices:
                 if live.id in here:
                     earlier, _ = rates.get((training.pid, live.id), (0.0, 0.0))
@@ -62,7 +62,7 @@ class TrainingRates:
         if not found:
             return UNSUPPORTED, UNSUPPORTED
         newest = max(found, key=lambda training: training.updated_at)
-        age = max(0.0, time.time() - newest.updated_at)
+        age = newest.late_seconds(time.time())
         state = State.VALUE if age <= OLD_SECONDS else State.STALE
         return Reading(state, newest.tokens_per_second, age), Reading(state, 100 * newest.padding, age)
 

@@ -13,10 +13,7 @@ from evener.plan import Share
 from evener.torch_split.length_sampler import raise_no_shares
 from evener.torch_split.model_checks import has_own_work, is_sharded
 
-TOKEN_MEANS = (
-    "transformers.trainer",
-    "trl.trainer.sft_trainer",
-)  # modules whose compute_loss is a mean over all tokens
+CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
@@ -85,45 +82,13 @@ def needs_equal_passes(trainer: Any) -> bool:
     return any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
 
 
-def check_experts(model: Any) -> None:
-    """RequestError for an auxiliary loss of experts, where a step is several passes."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0.0):
-        raise RequestError(
-            "The model adds an auxiliary loss of its experts to each pass: it would count once for every pass, and"
-            " depend on the rows in it.",
-            "Set model.config.output_router_logits=False, or router_aux_loss_coef=0.0.",
-        )
-
-
-def check_loss(trainer: Any, batches: list[Any], items: Any) -> None:
-    """RequestError unless it is certain what the loss of a pass is a mean over."""
-    if items is None:
-        _check_smoothing(trainer, batches)
-        return
-    if not trainer.args.average_tokens_across_devices:
-        raise RequestError(
-            "With average_tokens_across_devices=False each rank divides by its own tokens.",
-            "Leave it True, the default.",
-        )
-    own = trainer.loss_is_scaled_for_ga
-    module = _defining_class(trainer, "compute_loss").__module__
-    if own is None and module not in TOKEN_MEANS:
-        raise RequestError(
-            f"{_defining_class(trainer, 'compute_loss').__name__}.compute_loss may be a mean over its own rows, or over"
-            " the tokens of all ranks.",
-            "Set loss_is_scaled_for_ga in the class: False for the mean over its rows, True if it divides by"
-            " num_items_in_batch and multiplies by the number of processes.",
-        )
-
-
-def check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
+def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
     """RequestError if steps of the checkpoint were of other rows: positions in the epoch are counted in steps."""
     try:
-        state = json.loads(path.read_text())
-    except FileNotFoundError:
-        return  # of a training without a plan
+        state = json.loads((folder / CHECKPOINT).read_text())
+    except FileNotFoundError:  # of a training without a plan, which draws its rows in the same order
+        _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
+        return
     if state != {"rows": rows, "step_rows": step_rows}:
         raise RequestError(
             f"The checkpoint was made with {state['step_rows']} of {state['rows']} rows in each optimizer step, this"
@@ -132,17 +97,14 @@ def check_checkpoint(path: Path, rows: int, step_rows: int) -> None:
         )
 
 
-def _check_smoothing(trainer: Any, batches: list[Any]) -> None:
-    labels = batches[0].get("labels") if batches and hasattr(batches[0], "get") else None
-    if trainer.label_smoother is not None and getattr(labels, "ndim", 0) > 1:
+def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> None:
+    try:
+        state = json.loads(path.read_text())
+        steps = state["max_steps"] / state["num_train_epochs"]
+    except (FileNotFoundError, KeyError, ZeroDivisionError):
+        return
+    if abs(steps - epoch_steps) > 0.5:
         raise RequestError(
-            "label_smoothing_factor makes the loss a mean over each pass's own tokens, as the model takes no"
-            " num_items_in_batch.",
-            "Leave it out, or give the trainer a compute_loss_func.",
+            f"An epoch has {steps:g} steps in the checkpoint's training, {epoch_steps:g} of {step_rows} rows here.",
+            "Give with_plan(..., global_batch=N) the rows of the checkpoint's steps, and the same data set.",
         )
-
-
-def _defining_class(trainer: Any, method: str) -> type:
-    """The class that a method comes from, this package's own left out."""
-    kinds = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("evener."))
-    return next(kind for kind in kinds if method in vars(kind))

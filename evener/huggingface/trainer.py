@@ -7,14 +7,14 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
@@ -22,30 +22,33 @@ from transformers.trainer_utils import seed_worker
 from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.huggingface.checks import (
+    CHECKPOINT,
     check_checkpoint,
-    check_experts,
-    check_loss,
     check_rebalance,
     check_setup,
     check_trainer_class,
     needs_equal_passes,
 )
 from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_lengths
+from evener.huggingface.evaluation import share_evaluation
+from evener.huggingface.gathering import Gathering
+from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
+from evener.huggingface.passes import Pass, weigh_loss, weigh_passes
+from evener.huggingface.processes import processes
+from evener.huggingface.rows import make_order, training_rows
 from evener.plan import Plan
+from evener.torch_split.check_loss import make_check_batch
+from evener.torch_split.kept_state import kept_attributes
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization, has_own_work
-from evener.torch_split.own_work import StepTimer
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
 from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan
 from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
-
-CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def with_plan(
@@ -56,6 +59,7 @@ def with_plan(
     strict: bool = False,
     journal: bool = False,
     rebalance: bool = False,
+    check: bool = True,
 ) -> type[Any]:
     """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
 
@@ -64,6 +68,7 @@ def with_plan(
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
     `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
+    `check=False` leaves out the check of what the loss is a mean over, which is then what transformers takes it for.
     """
     check_trainer_class(trainer_class)
     chosen = open_plan(plan)
@@ -71,7 +76,7 @@ def with_plan(
         raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
     same = {"rebalance": rebalance}
     options = {"plan": chosen, "global_batch": global_batch, "strict": strict, "options": same}
-    made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance}
+    made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance, "_checks": check}
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 
 
@@ -81,6 +86,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _plan_options: dict[str, Any]
     _keeps_journal: bool
     _rebalances: bool
+    _checks: bool
     args: Any
     state: Any
     _tr_loss: Any
@@ -93,18 +99,18 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if is_cpu(shares.share):
             settle(device, shares.share)
         self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
-        if sum(self._shares.passes) > 1:
-            check_experts(self.model)
         self._accumulated: int = self.args.gradient_accumulation_steps  # global batches of an optimizer step
         passes = self._shares.passes[self._shares.rank]
         self.args = copy.copy(self.args)  # the user's own stay as they are
         self.args.gradient_accumulation_steps = self._accumulated * passes
         self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
-        self._rows: deque[tuple[int, int]] = deque()  # of each pass to come, with those of the whole optimizer step
+        self._loss: TrainerLoss | None = None  # what it is a mean over, once it was checked
+        self._passes: deque[Pass] = deque()  # to come in this optimizer step
+        self._steps = 1  # global batches of it
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
-        self._pass_rows = 0  # of the pass that runs
-        self._factor: float | None = None  # of its loss
+        self._pass_rows, self._pass_ends = 0, True  # of the pass that runs: its rows, and whether its batch ends
+        self._factor: Any = None  # of its loss
         self._tokens = 0
         self._reporter = StepReporter(self._shares, device, self._keeps_journal)
         self._reporter.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
@@ -113,18 +119,19 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             check_rebalance(self, self._shares.share)
             self._rebalancing = Rebalancing(self._reporter)
             self._rebalancing.fix_passes(self._shares.passes)
-        self.accelerator.gather = partial(_gather_uneven, self.accelerator.gather, self._reporter.timer)
+        self._gathering = Gathering(self.accelerator, self._reporter.timer)
 
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's rows; not through `accelerator.prepare`, which would share them out again."""
         shares = self._shares
-        check_normalization(self.model, "loss", shares.world, shares.pass_rows)
-        dataset, collate = training_rows(self)
-        rows, args = self._row_sampler(dataset), self.args
+        fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
+        check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
+        dataset, collate, order = training_rows(self, super().get_train_dataloader)
+        rows, args = self._row_sampler(dataset, order), self.args
+        self._rows_checked = partial(make_check_batch, dataset, rows, collate)
         if isinstance(rows, LengthSampler):
-            check_experts(self.model)
             self._sampler: PassSampler = DealtSteps(rows)
             dataset, collate = DealtRows(dataset, collate), PassList
         else:
@@ -143,25 +150,27 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._rebalancing.add(rows, self._batches.drawn_ahead)
         return self._batches
 
-    def _row_sampler(self, dataset: Any) -> UnevenBatchSampler:
+    def _row_sampler(self, dataset: Any, order: Any) -> UnevenBatchSampler:
         """The trainer's own order of rows, drawn alike on every rank."""
-        rows, seed = count_rows(dataset), self.args.seed if self.args.data_seed is None else self.args.data_seed
-        order: Any = self._get_train_sampler(dataset)
+        rows, shares = count_rows(dataset), self._shares
+        order = self._get_train_sampler(dataset) if order is None else order
         if isinstance(order, LengthGroupedSampler):
-            order.batch_size = self._shares.global_batch
-        plain = order is None or isinstance(order, RandomSampler | SequentialSampler)
-        shares = self._shares
+            order.batch_size = shares.global_batch
         options: dict[str, Any] = {
-            "shuffle": isinstance(order, RandomSampler),
-            "seed": seed,
+            "shuffle": False,
             "drop_last": self.args.dataloader_drop_last,
-            "order": None if plain else RowOrder(order, rows, seed),
+            "order": make_order(self, order, rows),
         }
         lengths = find_lengths(self) if shares.share.cost is not None and not needs_equal_passes(self) else None
         if lengths is None:
             return UnevenBatchSampler(rows, shares.batches, shares.rank, **options)
         dealer = make_dealer(shares.batches, shares.micros, shares.shares)
         return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """Of an evaluation: the batches that one process would compute, shared out over the ranks."""
+        made = partial(super()._get_dataloader, dataset, description, batch_size, *args, **kwargs)
+        return share_evaluation(self, made, self._gathering)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an optimizer step, over all ranks."""
@@ -172,24 +181,45 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The passes of an optimizer step; rows that only keep step have no labels, so nothing counts them."""
+        """The passes of an optimizer step; rows that only keep step are computed, and count for nothing."""
         self._reporter.finish()
         batches = list(islice(epoch_iterator, num_batches))
         sampler, first = self._sampler, self._next_global_batch()
         steps = range(first, first + len(batches) // sampler.passes)
-        total = sum(sampler.global_rows(step) for step in steps)
-        self._rows = deque((rows, total) for step in steps for rows in sampler.pass_sizes(step))
-        self._done = sum(rows for rows, _ in self._rows), sampler.count_tokens(steps)
+        sizes = [sampler.pass_sizes(step) for step in steps]
+        self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
         passes = [each for batch in batches for each in _list_passes(batch)]
-        passes = [each if rows else _ignore_labels(each) for each, (rows, _) in zip(passes, self._rows, strict=True)]
-        items = self._get_num_items_in_batch(passes, device)
-        check_loss(self, passes, items)
-        sizes = {self._batches.take(step) for step in steps}
-        self._reporter.timer.begin(sizes.pop() if len(sizes) == 1 else ())
+        items = self._weigh(passes, sizes, [sampler.global_rows(step) for step in steps], device)
+        shares = {self._batches.take(step) for step in steps}
+        self._reporter.timer.begin(shares.pop() if len(shares) == 1 else ())
         if not isinstance(sampler, DealtSteps):
             return passes, items
         left = iter(passes)
         return [PassList(islice(left, len(batch))) for batch in batches], items
+
+    def _weigh(self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device) -> Any:
+        """Note what each pass counts in its global batch; the number of items of the step, over all ranks."""
+        rows = [own for step in sizes for own in step]
+        with self._gathering.alone():
+            counted = [each for each, own in zip(passes, rows, strict=True) if own]
+            items = self._get_num_items_in_batch(counted or passes[:1], device)
+        items = items if items is None or counted else items * 0
+        if self._loss is None:
+            self._loss = self._find_loss(any(map(has_ignored, counted)))
+        weights, items, ignored = weigh_passes(self._loss, passes, sizes, totals, items, self._gathering, device)
+        if ignored and not self._loss.certain:  # rows don't tell labels from rows as long as all labels count
+            self._loss = self._find_loss(True)
+            weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
+        ends = [(place == 0, place == len(step) - 1) for step in sizes for place in range(len(step))]
+        self._passes = deque(Pass(own, part, *end) for own, part, end in zip(rows, weights, ends, strict=True))
+        self._steps = len(totals)
+        return items
+
+    def _find_loss(self, ignores: bool) -> TrainerLoss:
+        world = self._shares.world
+        if not self._checks or world * sum(self._shares.passes) == 1:
+            return assume_loss(self, world)
+        return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores)
 
     def _next_global_batch(self) -> int:
         """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""
@@ -207,36 +237,39 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(losses, self._train_pass(model, last, num_items_in_batch))
 
     def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Its mean loss is weighted by its rows; a loss over all ranks' tokens has its weight already."""
-        rows, total = self._rows.popleft()
-        self._pass_rows = rows
-        if self._counts_tokens(num_items_in_batch):
-            self._factor = float(rows > 0)
-        else:
-            self._factor = rows * self._shares.world * self.current_gradient_accumulation_steps / total
+        """A pass; its loss is weighted so that the mean over ranks is that of one process."""
+        now, loss = self._passes.popleft(), self._loss
+        assert loss is not None  # found before the first pass
+        self._pass_rows, self._pass_ends = now.rows, now.last
+        divided = 1.0 if is_scaled(self, num_items_in_batch) else self.current_gradient_accumulation_steps / self._steps
+        self._factor = now.weight * (self._shares.world * divided / loss.multiplied)
         try:
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            with self._gathering.counting(now.rows, first=now.first):
+                result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._factor = None
-        if not self._rows:
+        if not self._passes:
             self._report()
-        return loss
+        return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The class's own, times the weight of the pass; as it is in evaluation."""
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+        """The class's own, times the weight of the pass; as it is in evaluation.
+
+        What it notes down for a batch is noted once, with the last of its passes.
+        """
+        with nullcontext() if self._factor is None or self._pass_ends else kept_attributes(self):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
         if self._factor is None:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
-        loss = loss if self._factor == 1.0 else loss * self._factor
+        loss = weigh_loss(loss, self._factor, model)
         self._reporter.timer.end_pass(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
-    def _counts_tokens(self, items: Any) -> bool:
-        """Whether the loss is a sum over this rank divided by what all ranks have."""
-        own = self.loss_is_scaled_for_ga
-        takes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        return items is not None and (bool(takes) if own is None else own)
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation, whose loss is its own, as in one process."""
+        with processes(self.accelerator, 1):
+            return super().prediction_step(*args, **kwargs)
 
     def _report(self) -> None:
         self._reporter.report(*self._done)
@@ -246,7 +279,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self.args.include_num_input_tokens_seen == "no":
             return
         self._tokens += sum(_count_tokens(self, each) for each in _list_passes(inputs)) if self._pass_rows else 0
-        if not self._rows:
+        if not self._passes:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
@@ -273,34 +306,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
         if checkpoint is not None:
-            check_checkpoint(
-                Path(checkpoint) / CHECKPOINT, self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
-            )
+            rows, step_rows = self._sampler.sampler.length, self.get_total_train_batch_size(self.args)
+            check_checkpoint(Path(checkpoint), rows, step_rows, max_steps / num_train_epochs)
         found: tuple[int, int] = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         return found
 
 
-def training_rows(trainer: Any) -> tuple[Any, Any]:
-    """The training data without columns that the model doesn't take, and their collator."""
-    dataset = trainer.train_dataset
-    if dataset is None:
-        raise RequestError("The trainer has no train_dataset.", "Give one.")
-    if hasattr(dataset, "column_names"):  # of the library datasets
-        return trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator
-    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
-
-
 def _list_passes(inputs: Any) -> list[Any]:
     """Of a batch: those that it was dealt in, or itself."""
     return inputs if isinstance(inputs, PassList) else [inputs]
-
-
-def _ignore_labels(batch: Any) -> Any:
-    """The batch with no label that counts."""
-    names = [name for name in ("labels", "shift_labels") if name in batch]
-    return {**batch, **{name: torch.full_like(batch[name], -100) for name in names}} if names else batch
 
 
 def _count_tokens(trainer: Any, inputs: Any) -> int:
@@ -311,20 +327,3 @@ def _count_tokens(trainer: Any, inputs: Any) -> int:
     if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
         return int(inputs["attention_mask"].sum())
     return int(inputs[name].numel())
-
-
-def _gather_uneven(gather: Any, timer: StepTimer, tensor: Any) -> Any:
-    """All ranks' tensors as accelerate gathers them, also where ranks have different numbers of rows."""
-    with timer.meeting():
-        return _gather(gather, tensor)
-
-
-def _gather(gather: Any, tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
-        return gather(tensor)
-    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-    if len(set(counts)) == 1:
-        return gather(tensor)
-    most = max(counts)
-    every = gather(pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, most - len(tensor))))
-    return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])

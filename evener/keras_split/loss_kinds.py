@@ -21,9 +21,9 @@ from evener.keras_split.engines.keras_step import loss_with, own_loss
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
 from evener.keras_split.traceless import traceless
-from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, LossFigures, describe, judge
+from evener.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
 
-ROUNDING = {"float64": FLOAT64_ROUNDING, "float32": FLOAT32_ROUNDING}
+ROUNDING = {"float64": MIXED_ROUNDING, "float32": FLOAT32_ROUNDING}
 
 CLOSE = {"float64": 1e-10}  # of figures that aren't tried with other labels
 

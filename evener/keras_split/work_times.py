@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+
+from evener.live_times import DeviceTimes, middle, spread, sum_up
 
 KEPT_STEPS = 25
 HOST = "CPU:0"
@@ -29,8 +30,7 @@ class GroupStep(NamedTuple):
 class StepSummary(NamedTuple):
     """Of this process; 0 where nothing was trained yet."""
 
-    own_work_s: float
-    waiting_s: float
+    work: DeviceTimes
     step_s: float
     step_spread: float  # interquartile range over the median
 
@@ -70,12 +70,10 @@ class WorkTimes:
         """Of the steps that are kept."""
         steps = self.read()
         if not steps:
-            return StepSummary(0.0, 0.0, 0.0, 0.0)
-        lengths = [after.began - before.began for before, after in pairwise(steps)] or [0.0]
-        low, middle, high = quantiles(lengths, n=4) if len(lengths) > 1 else lengths * 3
-        own = median(step.own_work_s[self._rank] for step in steps)
-        waiting = median(step.waiting_s for step in steps)
-        return StepSummary(own, waiting, middle, (high - low) / middle if middle else 0.0)
+            return StepSummary(DeviceTimes(), 0.0, 0.0)
+        lengths = [after.began - before.began for before, after in pairwise(steps)]
+        own, waiting = [step.own_work_s[self._rank] for step in steps], [step.waiting_s for step in steps]
+        return StepSummary(sum_up(own, waiting), middle(lengths), spread(lengths))
 
     def read(self) -> list[GroupStep]:
         """The last steps, oldest first."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from evener.passes import count_passes
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
+from evener.torch_split.gather import average
 from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
+from evener.torch_split.pass_exchange import PassExchange
+
+
+class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
+    """A loss that is checked asks the split for what makes it the whole batch's."""
 
 
 class BatchWeights:
@@ -30,15 +37,19 @@ class BatchWeights:
         self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._micros = tuple(micros) or tuple(shares)
+        self._checking = False
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
         self._loss_factor = 1.0  # of their losses
+        self.exchange = PassExchange()
         self._shares = tuple(shares)
+        self.weighed_by_trainer = False  # gradients, by Lightning's strategy
+        self.in_pass = False  # of that strategy's, where shares take several
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = rank
         self._by_loss = by_loss
         self.timer = timer
-        self._weights = GradientWeights(shares, rank, ready=timer.note_gradients)
+        self._weights = GradientWeights(shares, rank, ready=timer.end_own_work)
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
         self._reference = weakref.ref(self)
 
@@ -73,7 +84,7 @@ class BatchWeights:
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out a batch."""
-        if len(sizes) > 1:
+        if len(sizes) > 1 and not self.weighed_by_trainer:
             OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
         if self._weights.waiting is None and not origin.dealt:
@@ -106,6 +117,11 @@ class BatchWeights:
     def open_parts(self, batch: Any) -> TakenBatch:
         """What follows are passes of this batch."""
         self.refuse_in_parts("parts")
+        if self.weighed_by_trainer:
+            raise RequestError(
+                "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
+                "Compute all of the batch in training_step.",
+            )
         self._open = self._identify(batch, True)
         by_loss = self._open.origin.dealt and self._open.sizes[self._rank] > 0
         full = gradient_weight(self._shares, self._rank)
@@ -126,6 +142,7 @@ class BatchWeights:
         models = list(self.models if given is None else given)
         if len(self._shares) == 1 or not in_passes:
             return models
+        self.exchange.begin(models)
         if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
@@ -156,17 +173,36 @@ class BatchWeights:
     def close_parts(self) -> None:
         """All passes of a batch are computed."""
         self._open = None
+        self.exchange.end()
 
     def refuse_in_parts(self, name: str) -> None:
-        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever."""
-        if self._open is not None:
+        """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
+
+        WholeBatchLoss where a loss that is checked needs no check.
+        """
+        if self._checking and name in ("loss", "gather"):
+            raise WholeBatchLoss
+        if self._open is not None or self.in_pass:
             raise RequestError(
-                f"split.{name} can't be called inside split.parts: ranks have different numbers of passes.",
-                "Call it after the last part; part.backward(loss) weighs a loss, count= a mean that isn't over rows.",
+                f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
+                " it is of a whole batch, and ranks wait for each other in it.",
+                "Call it after the last part; part.backward(loss) weighs a loss, count= (of split.parts or"
+                " split.strategy) a mean that isn't over rows.",
             )
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within it, models compute without a step."""
+        self._checking = True
+        try:
+            yield
+        finally:
+            self._checking = False
 
     def forward(self, model: Any, inputs: Any) -> None:
         """A wrapped model computes: its gradients count by the sizes of the batch that `inputs` are of."""
+        if self._checking:
+            return
         if not torch.is_grad_enabled():
             self.batches.skip()
             return
@@ -191,6 +227,8 @@ class BatchWeights:
         self._weights.begin(batch.sizes if self._open is None else self._hook_sizes)
         if not getattr(model, "require_backward_grad_sync", True):
             self._weights.accumulate(model)
+        if len(self.models) > 1:
+            self.exchange.forward(model)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)
@@ -219,6 +257,10 @@ class BatchWeights:
             scaled.register_hook(self._note_scaled)
             self.timer.end_pass(scaled)
         return scaled
+
+    def average(self, loss: Any, device: Any) -> Any:
+        """A figure that each rank has of its rows, as that of the batch in hand."""
+        return average(loss, self.sizes, device, self.timer)
 
     def is_training(self) -> bool:
         """Whether a batch to train on is in hand."""

@@ -43,6 +43,19 @@ def add_up(value: Any, device: torch.device, world: int, timer: StepTimer) -> to
     return figure
 
 
+def average(value: Any, sizes: Sequence[int], device: Any, timer: StepTimer) -> Any:
+    """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last digit."""
+    figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
+    every = [torch.empty_like(figure) for _ in sizes]
+    with timer.meeting():
+        dist.all_gather(every, figure)
+    figures = torch.cat(every).tolist()
+    if len(set(figures)) == 1:
+        return value
+    mean = sum(size * each for size, each in zip(sizes, figures, strict=True) if size) / sum(sizes)
+    return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean
+
+
 def is_equal_everywhere(value: int, device: torch.device) -> bool:
     """Whether all ranks have the same number."""
     pair = torch.tensor([value, -value], device=device)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.shares import gradient_weight
@@ -79,6 +80,13 @@ class GradientWeights:
             scale = torch.zeros_like if factor == 0.0 else (lambda gradient: gradient * factor)  # 0 * inf would be NaN
             once = {id(each): each for model in self._models for each in model.parameters() if each.requires_grad}
             self._handles = [parameter.register_hook(scale) for parameter in once.values()]
+
+
+def make_ddp(module: Any, device: torch.device, options: dict[str, Any]) -> DistributedDataParallel:
+    """The module on its device, in DistributedDataParallel with gradients as views of the buckets."""
+    devices = [device] if device.type == "cuda" else None
+    own = {"device_ids": devices, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(module.to(device), **{**own, **options})
 
 
 def keep_in_buckets(model: Any) -> None:

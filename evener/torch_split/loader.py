@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from evener.errors import RequestError
 from evener.torch_split.batch_tracker import Epoch
@@ -171,8 +171,8 @@ class Loader:
         self._chosen = False
 
 
-class RowSampler:
-    """A loader's rows one by one, as a DataLoader's `sampler` gives them."""
+class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't followed
+    """A loader's rows one by one, as a DataLoader's `sampler` gives them; sequential, so that Lightning keeps it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -91,10 +91,11 @@ def check_not_inside_ddp() -> None:
         )
 
 
-def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | None) -> None:
+def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | None, fewest: int = 2) -> None:
     """Warn of normalization over a device's own rows; RequestError for what mixes the ranks' gradients unweighted.
 
-    `pass_rows` are those of the largest pass, where shares are computed in passes.
+    `pass_rows` are those of the largest pass, where shares are computed in passes; `fewest` of the smallest in a full
+    batch.
     """
     kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
@@ -109,6 +110,12 @@ def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | Non
             f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
             "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
             "row, of which PyTorch takes no statistics: use drop_last=True.",
+            stacklevel=3,
+        )
+    if kinds and fewest < 2:
+        warnings.warn(
+            "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, also with drop_last=True:"
+            " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",
             stacklevel=3,
         )
 

@@ -1,13 +1,17 @@
-"""Before an optimizer changes weights, a look at whether the gradients that it takes were weighted and exchanged."""
+"""Before an optimizer changes weights, a look at whether the gradients that it takes were weighted and exchanged.
+
+LBFGS also goes by the loss that its closure returns: ranks get that of the whole batch, and so take the same steps.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.errors import RequestError
@@ -21,13 +25,15 @@ class OptimizerCheck:
 
     def __init__(self) -> None:
         self.trainer: Callable[[], Any] = lambda: None
+        self._watched: set[type] = set()
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         trainer = self.trainer()
-        if self._counts.get(optimizer) == count or trainer is None or not trainer.is_training():
+        known, by_loss = self._counts.get(optimizer) == count, isinstance(optimizer, LBFGS)
+        if (known and not by_loss) or trainer is None or not trainer.is_training():
             return None
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:
@@ -35,8 +41,9 @@ class OptimizerCheck:
 
         def checked() -> Any:
             loss = closure()
-            self._look(optimizer, count, trainer)
-            return loss
+            if not known:
+                self._look(optimizer, count, trainer)
+            return trainer.average(loss, optimizer.param_groups[0]["params"][0].device) if by_loss else loss
 
         if len(arguments) > 1:
             return (arguments[0], checked, *arguments[2:]), keywords
@@ -48,6 +55,22 @@ class OptimizerCheck:
         if trained:
             trainer.check_trained(trained)
             self._counts[optimizer] = count
+            self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """accelerate steps a schedule once for each process, as if each had a whole batch: here once for a batch."""
+        kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+        if kind is None or kind in self._watched:
+            return
+        self._watched.add(kind)
+        step = kind.step
+
+        def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
+            if any(getattr(each, "optimizer", each) in self._counts for each in schedule.optimizers):
+                schedule.split_batches = True  # accelerate's word for a batch that all processes share
+            step(schedule, *arguments, **keywords)
+
+        kind.step = step_once
 
 
 OPTIMIZER_CHECK = OptimizerCheck()
@@ -60,8 +83,8 @@ def check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
         raise RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
             "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
-            " split.wrap(copy.deepcopy(model.module)); for FSDP or Lightning, Split(..., weigh='loss') and"
-            " split.scale(loss)).",
+            " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
+            " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
         )
     if missing:
         raise RequestError(

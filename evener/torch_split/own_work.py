@@ -13,13 +13,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from statistics import median, quantiles
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from evener.live_files import Doing
+from evener.live_times import DeviceTimes, middle, spread, sum_up
 
 KEPT_STEPS = 25  # that medians are taken over
+OWN: Doing = "own work"
+SUM: Doing = "sum"
+UPDATE: Doing = "update"
+BETWEEN: Doing = "between steps"
+INPUT: Doing = "input"
 
 
 class Clock(Protocol):
@@ -86,27 +93,28 @@ class TimedStep(NamedTuple):
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # with the batch in hand, until the last gradient is ready
-    waiting_s: float  # from there until the optimizer begins
+    waiting_s: float  # from there until the backward pass ends
     input_s: float  # until the batch is in hand
     step_s: float
+    between_s: float  # from the backward pass until the next batch is asked for, without the optimizer's step
 
 
 class StepMedians(NamedTuple):
-    """The same of the last steps, 0 for what isn't known."""
+    """The same of the last steps, 0 for what isn't known; spreads are interquartile ranges over the median."""
 
-    own_work_s: float
-    waiting_s: float
+    work: DeviceTimes
     input_s: float
     step_s: float
-    step_spread: float  # interquartile range over the median
+    between_s: float
+    step_spread: float
 
 
 class _Marked(NamedTuple):
-    """A step's marks; `turns` are the batch in hand, then the last gradient ready and the optimizer begun by turns."""
+    """A step's marks."""
 
     sizes: tuple[int, ...]
     asked: Any  # for this batch; None where a loop began with it
-    turns: Sequence[Any]
+    marks: Sequence[tuple[Doing, Any]]  # what began at each; own work at the first
     done: Any  # the next batch is asked for
 
 
@@ -122,7 +130,8 @@ class StepTimer:
         self._alone = alone
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
-        self._turns: list[Any] = []
+        self._marks: list[tuple[Doing, Any]] = []
+        self._batches = 0  # that were begun
         self._computed = self._applied = False  # gradients of the batch
         self._steps: deque[_Marked | TimedStep] = deque(maxlen=KEPT_STEPS)
         _timers.add(self)
@@ -130,51 +139,70 @@ class StepTimer:
     def begin(self, sizes: tuple[int, ...]) -> None:
         """A batch is in hand, of which the ranks have these rows."""
         self.sizes = sizes
-        self._turns = [self._clock.mark()]
+        self._marks = [(OWN, self._clock.mark())]
+        self._batches += 1
         self._computed = self._applied = False
+
+    def _enter(self, doing: Doing, *after: Doing) -> None:
+        """This begins, if one of the others goes on."""
+        if self._marks and self._marks[-1][0] in after:
+            self._marks.append((doing, self._clock.mark()))
 
     def note_gradients(self) -> None:
         """The last gradient is ready; with several passes, called for each."""
         self._computed = True
-        turns = self._turns
-        if len(turns) % 2:
-            turns.append(self._clock.mark())
-        elif turns:
-            turns[-1] = self._clock.mark()
+        marks = self._marks
+        if marks and marks[-1][0] == SUM:
+            marks.pop()
+        elif marks and marks[-1][0] == BETWEEN:  # of another pass, or before another update
+            marks[-1] = (OWN, marks[-1][1])
+        self._enter(SUM, OWN)
+
+    def note_backward(self) -> None:
+        """The backward pass has ended, and its waiting for other ranks."""
+        self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
         """An optimizer begins."""
-        turns = self._turns
-        if turns and len(turns) % 2 and self._alone:
-            self.note_gradients()
+        if self._alone and self._marks and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]:
+            self.note_gradients()  # nothing else says that they are ready
         self._applied = True
-        if turns and not len(turns) % 2:
-            turns.append(self._clock.mark())
+        self._enter(UPDATE, SUM, BETWEEN)
+
+    def note_updated(self) -> None:
+        """It has ended."""
+        self._enter(BETWEEN, UPDATE)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """What runs within waits for other ranks: it is no own work."""
-        turns = self._turns
-        if len(turns) % 2:
-            turns.append(self._clock.mark())
+        before = self._marks[-1][0] if self._marks else SUM
+        self._enter(SUM, OWN, UPDATE, BETWEEN)
         yield
-        if turns and not len(turns) % 2:
-            turns.append(self._clock.mark())
+        if before != SUM:
+            self._enter(before, SUM)
+
+    def end_own_work(self) -> None:
+        """Called in a backward pass, which waits for other ranks from now until it ends."""
+        self.note_gradients()
+        # what is queued first is called first: DistributedDataParallel queues its waiting after the last gradient
+        _at_the_end(lambda: _at_the_end(self.note_backward))
 
     def end_pass(self, loss: Any) -> None:
-        """Call `note_gradients` at the end of the backward pass of `loss`, before it waits for other ranks."""
+        """Call `end_own_work` at the end of the backward pass of `loss`, before it waits for other ranks."""
         if self.has_own_work and loss.requires_grad:
-            loss.register_hook(self._queue)
+            loss.register_hook(lambda _: _at_the_end(self.end_own_work))
 
-    def _queue(self, _: Any) -> None:
-        # what is queued first is called first: DistributedDataParallel queues its waiting with the last gradient
-        torch.autograd.Variable._execution_engine.queue_callback(self.note_gradients)
+    def now(self) -> tuple[int, Doing]:
+        """How many batches were begun, and what goes on; on a GPU, what the loop has come to."""
+        doing = self._marks[-1][0] if self._marks else BETWEEN if self._asked is None else INPUT
+        return self._batches, doing
 
     def finish(self) -> bool:
         """The loop asks for its next batch; whether gradients of this one were computed, and exchanged."""
         done = self._clock.mark()
-        if self._turns and (self._computed or self._applied):
-            self._steps.append(_Marked(self.sizes, self._asked, self._turns, done))
+        if self._marks and (self._computed or self._applied):
+            self._steps.append(_Marked(self.sizes, self._asked, self._marks, done))
         computed = self._computed
         self.pause()
         self._asked = done
@@ -182,7 +210,7 @@ class StepTimer:
 
     def pause(self) -> None:
         """The loop has ended: what comes before its next batch belongs to no step."""
-        self._asked, self._turns = None, []
+        self._asked, self._marks = None, []
         self._computed = self._applied = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
@@ -190,35 +218,31 @@ class StepTimer:
         for place, step in enumerate(self._steps):
             if isinstance(step, _Marked) and self._clock.is_past(step.done):
                 self._steps[place] = self._time(step)
-                self._clock.reuse(step.turns)
+                self._clock.reuse([mark for _, mark in step.marks])
         return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
 
     def medians(self) -> StepMedians:
         """Of the last steps."""
         steps = self.last()
-        own, waiting, inputs, times = (
+        own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))] for name in TimedStep._fields[1:]
         )
-        first, middle, third = quantiles(times) if len(times) > 1 else (0.0, 0.0, 0.0)
-        spread = (third - first) / middle if middle > 0 else 0.0
-        return StepMedians(_median(own), _median(waiting), _median(inputs), _median(times), spread)
+        return StepMedians(sum_up(own, waiting), middle(inputs), middle(times), middle(between), spread(times))
 
     def _time(self, marked: _Marked) -> TimedStep:
-        seconds = self._clock.seconds
-        turns = marked.turns
-        spans = [seconds(start, end) for start, end in pairwise(turns)]
-        asked = marked.asked
+        seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
+        spans = dict.fromkeys((OWN, SUM, UPDATE, BETWEEN), math.nan)
+        closed = [*marks, (BETWEEN, marked.done)] if marks[-1][0] == BETWEEN else marks  # nothing says when others end
+        for (doing, start), (_, end) in pairwise(closed):
+            spans[doing] = seconds(start, end) + (0.0 if math.isnan(spans[doing]) else spans[doing])
         return TimedStep(
             marked.sizes,
-            sum(spans[::2]) if spans and self.has_own_work else math.nan,
-            sum(spans[1::2]) if len(spans) > 1 and self.has_own_work else math.nan,
-            math.nan if asked is None else seconds(asked, turns[0]),
+            spans[OWN] if self.has_own_work else math.nan,
+            spans[SUM] if self.has_own_work else math.nan,
+            math.nan if asked is None else seconds(asked, marks[0][1]),
             math.nan if asked is None else seconds(asked, marked.done),
+            spans[BETWEEN],
         )
-
-
-def _median(values: Sequence[float]) -> float:
-    return max(0.0, median(values)) if values else 0.0
 
 
 def make_timer(device: torch.device, alone: bool) -> StepTimer:
@@ -229,9 +253,20 @@ def make_timer(device: torch.device, alone: bool) -> StepTimer:
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
 
 
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def _note_update(*_: Any) -> None:
     for timer in _timers:
         timer.note_update()
 
 
+def _note_updated(*_: Any) -> None:
+    for timer in _timers:
+        timer.note_updated()
+
+
 register_optimizer_step_pre_hook(_note_update)  # for good: one removed while PyTorch calls them raises there
+register_optimizer_step_post_hook(_note_updated)

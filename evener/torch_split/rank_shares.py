@@ -106,9 +106,9 @@ def find_rank_shares(
     order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=3)
-    held = ", ".join(f"{describe(share)} to {share.limit}" for share in active if share.limit)
+    held = ", ".join(f"{describe(share)} limited to {share.limit}" for share in active if share.limit)
     if held and stand.rank == 0:  # one process says it for all
-        warnings.warn(f"The plan was measured with limits that a training doesn't have: {held}.", stacklevel=3)
+        warnings.warn(f"The plan was measured with {held}; a training has no such limit.", stacklevel=3)
     computing = [i for i, share in enumerate(plan.layout.share) if share.batch]
     places = [computing[place] for place in order]
     batches, micros = (

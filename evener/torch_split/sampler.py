@@ -75,6 +75,13 @@ class UnevenBatchSampler:
         """Of the newest loop."""
         return self._schedules[-1]
 
+    def sample_rows(self, first: int, more: int) -> list[int]:
+        """The next `first` rows of all ranks, and up to `more` from the whole epoch: the same on every rank."""
+        order, most = self._draw(self.epoch), min(more, self.length)
+        spread = [self.length * place // most for place in range(most)]
+        rows = order[self.position : self.position + first].tolist() + order[spread].tolist()
+        return list(dict.fromkeys(rows))
+
     def set_epoch(self, epoch: int) -> None:
         """Start `epoch` from its first row, in its own order."""
         self.epoch = epoch

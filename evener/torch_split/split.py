@@ -12,36 +12,36 @@ from __future__ import annotations
 
 import atexit
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.dealing import make_dealer
 from evener.errors import RequestError
-from evener.passes import count_passes, largest_pass
+from evener.loss_check import LossMeaning
+from evener.passes import count_passes, largest_pass, smallest_pass
 from evener.plan import Plan
-from evener.plan_check import check_fit
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
-from evener.torch_split.gradient_weights import keep_in_buckets
+from evener.torch_split.gradient_weights import keep_in_buckets, make_ddp
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
 from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, has_own_work
-from evener.torch_split.model_digest import model_digest
+from evener.torch_split.model_digest import check_model
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.split_check import check_part_loss
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
 
@@ -88,9 +88,8 @@ class Split:
         else:
             found = find_rank_shares(self.plan, global_batch, stand, gpus, strict, options)
             share = found.share
-        self.rank, self.world = stand.rank, stand.world
+        self.rank, self.world, self.weigh, self.strict = stand.rank, stand.world, weigh, strict
         self.device = choose_device(share, stand, gpus)
-        self.weigh, self.strict = weigh, strict
         settle(self.device, share)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
@@ -167,8 +166,7 @@ class Split:
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         if training and self._strategy is not None:
-            passes: Loader = self._strategy.make_loader(dataset, sampler, options)
-            return passes
+            return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
         steps = Steps(self._weights, self._reporter if training else None, self.device)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
@@ -190,14 +188,16 @@ class Split:
             self._rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
-    def strategy(self, **options: Any) -> Any:
+    def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
         """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
 
-        Make the training's `split.loader` after it: its batches are then the passes that Lightning accumulates.
+        Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError before the first step
+        unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
-        strategies = import_module("evener.lightning")  # which builds on this module
-        passes = max(count_passes(share, micro) for share, micro in zip(self.shares, self.micros, strict=True))
-        self._strategy = strategies.PlanStrategy(self, passes, self._reporter, self._rebalancing, **options)
+        kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
+        passes = max(map(count_passes, self.shares, self.micros))
+        given = (self._weights, self._reporter, self._rebalancing, count, check)
+        self._strategy = kind(self, passes, *given, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
@@ -207,8 +207,9 @@ class Split:
         and comes back itself; on a single device too. Gradients lie in buckets (`gradient_as_bucket_view`).
         """
         module: Any = model
-        self._check_model(module)
-        check_normalization(module, self.weigh, self.world, largest_pass(self.shares, self.micros))
+        check_model(module, self.plan, self.strict)
+        passes = (largest_pass(self.shares, self.micros), smallest_pass(self.shares, self.micros))
+        check_normalization(module, self.weigh, self.world, *passes)
         if self.world == 1:
             moved: Model = module.to(self.device)
             if self._weights.in_passes:
@@ -219,25 +220,12 @@ class Split:
         if check_sharded(module, self.weigh):
             self._weights.follow(model)
             return model
-        ddp = find_ddp(module)
-        if ddp is not None:
-            if self.weigh == "gradients":
-                keep_in_buckets(ddp)
-            self._weights.attach(ddp)
-            return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        own = {"device_ids": devices, "gradient_as_bucket_view": True}
-        made = DistributedDataParallel(module.to(self.device), **{**own, **options})
-        self._weights.attach(made)
-        return made
-
-    def _check_model(self, model: Any) -> None:
-        """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
-        if self.plan is None:
-            return
-        digest = model_digest(model)
-        for difference in check_fit(self.plan, devices=None, world=None, workload_digest=digest, strict=self.strict):
-            warnings.warn(difference, stacklevel=3)
+        found = find_ddp(module)
+        if found is not None and self.weigh == "gradients":
+            keep_in_buckets(found)
+        ddp = make_ddp(module, self.device, options) if found is None else found
+        self._weights.attach(ddp)
+        return ddp if found is None else model
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
@@ -258,15 +246,28 @@ class Split:
             parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
-            in_passes = self._weights.in_passes or isinstance(batch, DealtBatch)
-            yield from in_turn(parts, self._weights.list_models(models, in_passes), self.device)
+            found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
+            yield from in_turn(parts, found, self.device, self._weights.exchange.check)
         finally:
             self._weights.close_parts()
+
+    def check(
+        self, loader: Loader, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
+    ) -> LossMeaning | None:
+        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over what `count` counts.
+
+        Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
+        part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
+        """
+        if self.world == 1 and not self._weights.in_passes:
+            return None  # nothing is shared
+        with self._weights.checking():
+            return check_part_loss(loss, loader, count, self._weights.models, self.device)
 
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""
         self._weights.refuse_in_parts("scale")
-        if self.weigh != "loss":
+        if self.weigh != "loss" or self._strategy is not None:
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
         return self._weights.scale(loss)
 
@@ -291,12 +292,12 @@ class Split:
         self._weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
-        return gather_rows(rows, self._weights.sizes, self.rank, self.weigh == "loss", self._reporter.timer)
+        by_loss = self.weigh == "loss" or self._strategy is not None
+        return gather_rows(rows, self._weights.sizes, self.rank, by_loss, self._reporter.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
-        context: AbstractContextManager[None] = model.no_sync() if hasattr(model, "no_sync") else nullcontext()
-        return context
+        return cast(AbstractContextManager[None], model.no_sync() if hasattr(model, "no_sync") else nullcontext())
 
     def mean(self, value: Any) -> float:
         """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""

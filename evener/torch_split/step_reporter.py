@@ -25,7 +25,7 @@ class StepReporter:
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
         self.on_step: Callable[[tuple[int, ...]], None] = lambda _: None
-        self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None)
+        self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None, self.timer.now)
 
     def finish(self) -> None:
         """The loop asks for its next batch."""
@@ -51,8 +51,9 @@ class StepReporter:
             times.step_s,
             times.step_spread,
             times.input_s,
-            ((times.own_work_s, times.waiting_s),),
+            (times.work,),
             tuple(self.changes),
+            times.between_s,
         )
 
 

@@ -7,15 +7,9 @@ from typing import cast
 import msgspec
 import pytest
 
-from evener.balancer.result.explain import (
-    Costs,
-    Rival,
-    explain,
-    find_larger,
-    list_rivals,
-    waiting_share,
-)
+from evener.balancer.result.explain import Costs, explain, waiting_share
 from evener.balancer.result.layout_names import name_all, name_candidate
+from evener.balancer.result.rivals import Rival, find_larger, list_rivals
 from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
 from evener.balancer.search.ranking import Standing
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo
@@ -33,8 +27,9 @@ def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
     return Result(one.layout, Interval(rate, rate * (1 - error), rate * (1 + error)), 2)
 
 
-def rival(one: Candidate, gain: float, rate: float = 1000.0, tie: bool = False, unclear: bool = False) -> Rival:
-    """Another layout, over which the chosen one gains so much."""
+def rival(one: Candidate, gain: float, of: float = 1000.0, tie: bool = False, unclear: bool = False) -> Rival:
+    """Another layout, over which the chosen one of so many samples/s gains so much."""
+    rate = of / (1 + gain)
     return Rival(one, Interval(rate, rate, rate), gain, tie, unclear)
 
 
@@ -50,7 +45,7 @@ def standing(one: Candidate, rate: float, against: float | None = None, tie: boo
 
 def test_a_split_says_its_shares_and_what_it_gains() -> None:
     """Over the even split and the best single device, in percent."""
-    words = explain(result(SPLIT, 2123), [rival(EVEN, 0.173), rival(SOLO, 0.578)], LABELS)
+    words = explain(result(SPLIT, 2123), [rival(EVEN, 0.173, 2123), rival(SOLO, 0.578, 2123)], LABELS)
     assert words == (
         "Split 0.586:0.414 over GPU:0 and GPU:1 (150 + 106 samples): 2 123 samples/s ± 0.5 %,"
         " 17 % faster than the even split and 58 % faster than GPU:0 alone."
@@ -70,13 +65,13 @@ def test_passes_are_a_part_of_the_share() -> None:
 
 
 def test_a_loss_is_not_hidden() -> None:
-    words = explain(result(SPLIT, 900), [rival(EVEN, 0.0), rival(SOLO, -0.1)], LABELS)
+    words = explain(result(SPLIT, 900), [rival(EVEN, 0.0, 900), rival(SOLO, -0.1, 900)], LABELS)
     assert "10 % slower than GPU:0 alone" in words
 
 
 def test_an_even_split_is_not_compared_with_itself() -> None:
     """Only with the single device."""
-    words = explain(result(EVEN, 1810), [rival(SPLIT, 0.0, tie=True), rival(SOLO, 0.35)], LABELS)
+    words = explain(result(EVEN, 1810), [rival(SPLIT, 0.0, 1810, tie=True), rival(SOLO, 0.35, 1810)], LABELS)
     assert words == (
         "Split evenly over GPU:0 and GPU:1 (128 + 128 samples): 1 810 samples/s ± 0.5 %, 35 % faster than GPU:0 alone."
     )
@@ -92,27 +87,74 @@ def test_an_even_split_over_fewer_devices_is_not_the_even_split() -> None:
 def test_a_single_device_says_what_two_would_lose_and_why() -> None:
     """With the cost of keeping in step, where it is known."""
     chosen = result(SOLO, 1345)
-    words = explain(chosen, [rival(SPLIT, 0.1, 1224)], LABELS, Costs(0.034))
+    words = explain(chosen, [rival(SPLIT, 0.1, 1345)], LABELS, Costs(0.034))
     assert words == (
         "Use GPU:0 alone, 256 samples a step: 1 345 samples/s ± 0.5 %;"
         " a split over GPU:0 and GPU:1 loses 9 %, because keeping them in step costs 34 ms a step."
     )
-    tie = explain(chosen, [rival(SPLIT, 0.003, 1340, tie=True)], LABELS)
-    assert tie.endswith("; a split over GPU:0 and GPU:1 is no faster within the error (1 340 samples/s).")
+    tie = explain(chosen, [rival(SPLIT, 0.003, 1345, tie=True)], LABELS)
+    assert tie.endswith("; a split over GPU:0 and GPU:1 is no faster within the error (1 341 samples/s).")
     assert explain(chosen, [], LABELS).endswith("; no split over several devices was measured.")
 
 
 def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_keeping_in_step() -> None:
     """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
-    chosen, rivals, whole = result(SOLO, 1345), [rival(SPLIT, 0.1)], 256 / 1345
+    chosen, rivals, whole = result(SOLO, 1345), [rival(SPLIT, 0.1, 1345)], 256 / 1345
     words = explain(chosen, rivals, LABELS, Costs(0.0004, lambda _: 0.9 * whole))
     assert words.endswith(
-        f"loses 9 %, because a step of 150 samples alone still takes {900 * whole:.0f} ms,"
+        f"loses 9 %, because its longest part alone still takes {900 * whole:.0f} ms,"
         f" against the {1000 * whole:.0f} ms of all 256."
     )
-    straight = explain(chosen, rivals, LABELS, Costs(0.0004, lambda _: whole * 150 / 256))
-    assert straight.endswith("because keeping them in step costs 0.40 ms a step.")
     assert explain(chosen, rivals, LABELS).endswith("loses 9 %.")
+
+
+def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
+    """A step of 2.8 ms became 7.2, and keeping in step takes 0.16 of them."""
+    chosen = result(SOLO, 256 / 0.0028)
+    slow = rival(SPLIT, 7.2 / 2.8 - 1, 256 / 0.0028)
+    words = explain(chosen, [slow], LABELS, Costs(0.00016, lambda _: 0.0017))
+    assert words.endswith("loses 61 %: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest isn't explained.")
+
+
+def test_another_batch_is_named_and_one_that_is_far_off_is_not_compared() -> None:
+    """A split of 256 samples says nothing of a plan of 4096."""
+    alone = result(Candidate("solo", solo(2, 0, 4096)), 1000)
+    small = list_rivals(alone, [], [result(SPLIT, 30)])
+    assert explain(alone, small, LABELS).endswith("; no split over several devices was measured near 4096 samples.")
+    near = list_rivals(alone, [], [result(Candidate("split", Layout("split", (2000, 1000))), 800)])
+    assert "a split over GPU:0 and GPU:1 at 3000 samples loses 20 %" in explain(alone, near, LABELS)
+    larger = result(Candidate("split", Layout("split", (1000, 500))), 1500)
+    found = list_rivals(larger, [standing(SOLO, 1000.0)])
+    assert explain(larger, found, LABELS).endswith(", 50 % faster than GPU:0 alone at 256 samples.")
+
+
+def test_a_device_that_is_faster_in_the_split_than_alone_is_no_rival() -> None:
+    """It made 400 samples/s alone and makes 890 of the split's, so alone it wasn't at its best batch."""
+    plan = result(SPLIT, 2123)
+    assert "alone" not in explain(plan, list_rivals(plan, [standing(SOLO, 400.0)]), LABELS)
+    assert "69 % faster than GPU:0 alone" in explain(plan, list_rivals(plan, [standing(SOLO, 1257.0)]), LABELS)
+
+
+def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
+    found = list_rivals(result(SPLIT, 2123), [standing(SPLIT, 2123.0)], (), result(SOLO, 1257))
+    assert explain(result(SPLIT, 2123), found, LABELS).endswith(", 69 % faster than GPU:0 alone.")
+    assert list_rivals(result(SOLO, 1257), [], (), result(SOLO, 1257)) == ()
+
+
+def test_a_rate_that_is_not_known_is_not_said() -> None:
+    """Nor what it gains, and nothing is compared with such a rival."""
+    words = explain(result(SPLIT, 2123, 0.3), list_rivals(result(SPLIT, 2123, 0.3), [standing(SOLO, 1000.0)]), LABELS)
+    assert words == (
+        "Split 0.586:0.414 over GPU:0 and GPU:1 (150 + 106 samples). The samples/s aren't known (± 30.0 %)."
+    )
+    found = list_rivals(
+        result(SPLIT, 2123), [msgspec.structs.replace(standing(SOLO, 1000.0), throughput=Interval(1000, 600, 1400))]
+    )
+    assert "GPU:0 alone" not in explain(result(SPLIT, 2123), found, LABELS)
+    found = list_rivals(result(SOLO, 2123), [], [result(SPLIT, 2000, 0.4)])
+    assert explain(result(SOLO, 2123), found, LABELS).endswith(
+        "; how fast a split over several devices is isn't known."
+    )
 
 
 def test_one_device_has_no_rivals() -> None:
@@ -123,7 +165,7 @@ def test_one_device_has_no_rivals() -> None:
 
 def test_a_pack_says_that_each_training_takes_longer() -> None:
     """Five with 2.5 times the samples/s: each step takes twice as long; a split and a placement lose against it."""
-    found = [rival(SOLO, 1.5, 800.0), rival(SPLIT, 1.0), rival(PLACE, 3.0)]
+    found = [rival(SOLO, 1.5, 2000), rival(SPLIT, 1.0, 2000), rival(PLACE, 3.0, 2000)]
     words = explain(result(PACK, 2000), found, LABELS)
     assert words.startswith("Run 5 trainings side by side on GPU:0, 256 samples each: 2 000 samples/s")
     assert "150 % faster than GPU:0 alone, though each training takes 2.0 times as long" in words
@@ -132,7 +174,7 @@ def test_a_pack_says_that_each_training_takes_longer() -> None:
 
 
 def test_a_placement_names_itself() -> None:
-    words = explain(result(PLACE, 2000), [rival(PACK, 1.0)], LABELS)
+    words = explain(result(PLACE, 2000), [rival(PACK, 1.0, 2000)], LABELS)
     assert words.startswith("Place the model's parts as towers over GPU:0 and GPU:1, 256 samples: 2 000 samples/s")
     assert "5 trainings side by side lose 50 %" in words
 
@@ -146,7 +188,9 @@ def test_packs_that_tie_and_those_that_may_are_named() -> None:
 
 def test_a_knob_is_named_whichever_way_it_went() -> None:
     xla, mixed = (Candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,))) for knob in ("xla", "mixed"))
-    words = explain(result(xla, 1200), [rival(SOLO, 0.2), rival(mixed, 0.03), rival(EVEN, 0.5)], LABELS)
+    words = explain(
+        result(xla, 1200), [rival(SOLO, 0.2, 1200), rival(mixed, 0.03, 1200), rival(EVEN, 0.5, 1200)], LABELS
+    )
     assert words.startswith("Use GPU:0 alone, 256 samples a step, with XLA: 1 200 samples/s")
     assert "XLA gives 20 %" in words
     assert "mixed precision loses 3 %" in words
@@ -176,11 +220,15 @@ def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batc
 
 
 def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
-    """The figures alone would say 25 %; the turns that both took say 20."""
+    """The figures alone would say 25 %; the turns that both took say 20, and the verdict which it is."""
     ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -1 / 6)]
     (found,) = list_rivals(result(SOLO, 1000), ranking)
     assert found.candidate == EVEN
     assert found.gain == pytest.approx(0.2)
+    assert "loses 17 %, measured in turn" in explain(result(SOLO, 1000), [found], LABELS)
+    (found,) = list_rivals(result(SOLO, 1000), [ranking[0], standing(EVEN, 833.0, -1 / 6)])
+    assert found.gain == 1000 / 833 - 1
+    assert not found.paired
 
 
 def test_rivals_of_a_layout_that_did_not_win_the_race_are_compared_by_throughput() -> None:

@@ -10,7 +10,7 @@ from evener.balancer.result.explain_measurements import (
     add_doubt,
     add_taken_memory,
     explain_doubts,
-    explain_few_rows,
+    explain_few_steps,
     explain_left_out,
     explain_passes,
     explain_taken_memory,
@@ -145,9 +145,13 @@ def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() 
     assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
 
 
-def test_a_batch_larger_than_the_data_is_said_where_their_size_is_known() -> None:
+def test_an_epoch_of_few_steps_is_said_where_the_number_of_rows_is_certain() -> None:
     """With the option that bounds it."""
-    assert explain_few_rows(SPLIT, 0) == explain_few_rows(SPLIT, 820 + 568) == ()
-    (sentence,) = explain_few_rows(SPLIT, 1280)
-    assert "1388 samples" in sentence
-    assert "--max-global-batch 1280" in sentence
+    assert explain_few_steps(SPLIT, 0) == explain_few_steps(SPLIT, 100 * (820 + 568)) == ""
+    assert explain_few_steps(SPLIT, 28000) == (
+        "An epoch is only 20 steps, as a step takes 1388 of the 28000 rows;"
+        " search with --max-global-batch 280 for 100. "
+    )
+    assert "only 1 step," in explain_few_steps(SPLIT, 2000)
+    assert "An epoch is less than one step, as a step takes 1388 of the 1280 rows;" in explain_few_steps(SPLIT, 1280)
+    assert explain_few_steps(SPLIT, 64).endswith("of the 64 rows. ")

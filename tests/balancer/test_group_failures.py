@@ -107,6 +107,6 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
         (ChildError(("MemoryError",), "Unable to allocate 3 GiB", "train.py:3"), False),
     ],
 )
-def test_an_error_of_the_user_s_own_is_known_from_one_of_a_device(error: ChildError, own: bool) -> None:
+def test_an_error_of_the_user_s_own_is_certain_from_one_of_a_device(error: ChildError, own: bool) -> None:
     """The first would be the same on every device; a GPU's error may pass through the user's lines too."""
     assert receive((0, error)).root.user_code is own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -378,7 +379,7 @@ def test_a_plan_over_hosts_is_launched_on_all_of_them(cluster: Any, tmp_path: Pa
     ]
     (workers,) = {tuple(each["workers"]) for each in processes}
     assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
-    assert f"[{SECOND}] hello" in answer.stdout
+    assert f"[{SECOND}] [CPU:0] hello" in answer.stdout
     assert "rank 1 ended with exit code 7" in answer.stdout
 
 
@@ -478,7 +479,7 @@ sys.exit({0: 0, 1: 7}[number] if number < 2 else time.sleep(600))
 
 def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
     """A plan for these devices of hosts, with 1, 5 and 2 rows."""
-    shares = tuple(Share(name, 0, "EPYC", 0, 0.0, host=host) for name, host in devices)
+    shares = tuple(Share(name, i, "EPYC", 0, 0.0, host=host) for i, (name, host) in enumerate(devices))
     layout = make_layout("split" if len(shares) > 1 else "solo", shares, (1, 5, 2)[: len(shares)])
     return Plan(
         created="2026-11-22T12:00:00Z",
@@ -533,3 +534,47 @@ def test_ray_train_trains_by_a_plan_over_hosts(cluster: Any, tmp_path: Path, mon
         assert rank["losses"] == pytest.approx(losses, abs=1e-12)
         for mine, expected in zip(rank["weights"], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+WAITING = """
+import os, sys, time
+open(os.path.join(sys.argv[1], os.environ["EVENER_HOST"]), "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(tmp_path: Path) -> None:
+    """The last test of the file, in a cluster of its own. Ray alone ends the launcher after a minute, and no rank."""
+    (tmp_path / "train.py").write_text(WAITING)
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-1", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    started = tmp_path / "started"
+    started.mkdir()
+    with running_cluster(tmp_path / "state") as cluster:
+        words = [
+            "--ray",
+            "--ray-address",
+            cluster.address,
+            "--max-restarts",
+            "2",
+            "plan.toml",
+            "train.py",
+            str(started),
+        ]
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "evener", "launch", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        until(lambda: len(list(started.iterdir())) == 2 or launcher.poll() is not None, "both hosts")
+        os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=240)
+        said = [line for line in errors.splitlines() if line.startswith("evener:")]
+        assert launcher.returncode == 3, errors
+        assert re.match(r"evener: The head of the Ray cluster, .*, doesn't answer any more: ", said[-1])
+        assert not [line for line in said if "start again" in line]
+        until_gone(list_processes(str(started)))

@@ -111,6 +111,23 @@ def test_a_malformed_request_is_one_sentence_and_a_remedy(spec: str) -> None:
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        ("gpu:0+8GiB", "gpu:0@8GiB"),
+        ("gpu:0+60%+8GiB", "gpu:0@60%+8GiB"),
+        ("cpu/4:0,1 60%", "1@60%"),
+        ("ray:a/gpu:0 + 8GiB", "ray:a/gpu:0@8GiB"),
+        ("sim:t4,t4+1.5GB", "t4@1.5GB"),
+    ],
+)
+def test_a_limit_without_an_at_says_where_it_stands(spec: str, remedy: str) -> None:
+    with pytest.raises(RequestError, match="a limit without an @") as caught:
+        parse_request(spec)
+    assert caught.value.remedy == f"Write {remedy}."
+    assert parse_request("sim:./a+8gib")[0].pick == "./a+8gib"
+
+
 TERMS = st.builds(
     Term,
     st.just("cpu"),

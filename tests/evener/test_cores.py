@@ -59,7 +59,7 @@ def test_siblings_come_from_the_kernel_and_unknown_cpus_stand_alone(tmp_path: Pa
     assert core_groups((0, 3), tmp_path) == ((0,), (3,))
 
 
-def test_a_slice_is_known_by_its_id_alone() -> None:
+def test_a_slice_is_certain_by_its_id_alone() -> None:
     """As the devices room cuts it; nothing for what is no slice, or for more slices than CPUs."""
     allowed = allowed_cpus()
     for count in range(1, len(allowed) + 1):

@@ -32,6 +32,8 @@ NAMES = (
     "rows",
     "rows, compiled",
     "rows by a compute_loss",
+    "rows by a compute_loss that doesn't say so",
+    "tokens without a mean over ranks",
     "tokens by cost",
     "rows by cost",
     "tokens, rebalanced",
@@ -41,9 +43,7 @@ NAMES = (
 ON_GPUS = ("tokens", "tokens by cost", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
 REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
-    "a mean over each rank's tokens": "average_tokens_across_devices",
     "batch_rebalance": "batch_rebalance",
-    "an unknown compute_loss": "OwnLoss.compute_loss may be",
     "rows that are generated": "generates the rows",
     "no trainer": "no Trainer class",
     "no plan": "start the script with evener launch",
@@ -53,6 +53,8 @@ REFUSED = {
     "DeepSpeed": "Use DistributedDataParallel or FSDP2",
     "FSDP1": "Use FSDP2",
     "tensor parallelism": "Use data parallelism",
+    "a bare training's batch": "An epoch has 6 steps in the checkpoint's training, 9 of 5 rows here",
+    "own batches": "OwnBatches.get_train_dataloader gives a DataLoader that makes its batches itself",
     "another global batch": "8 of 16 rows in each optimizer step",
 }
 pytestmark = pytest.mark.slow
@@ -128,6 +130,8 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert found["lengths"] == [1, 2, 3]
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}
     assert found["the same by global_batch"] == 6
+    assert found["gone on from a bare training"] < 1e-12
+    assert found["rows of an own loader"] == list(range(11, 2, -1))
     assert found["the user's"] == (1, 8)
     assert found["the trainer's"] == (3, 3)
 

@@ -24,7 +24,16 @@ from evener.torch_split.sampler import UnevenBatchSampler
 LIGHTNING, ACCELERATE = "tests.support.lightning_programs", "tests.support.accelerate_programs"
 GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass
 IN_LIGHTNING = ("plain", "accumulated", "validated", "resumed", "manual", "rebalanced")
-WITH_ACCELERATE = ("plain", "prepared", "accumulated", "in passes", "resumed", "rebalanced", "sharded in passes")
+WITH_ACCELERATE = (
+    "plain",
+    "prepared",
+    "accumulated",
+    "scheduled",
+    "in passes",
+    "resumed",
+    "rebalanced",
+    "sharded in passes",
+)
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., list[Any]]
@@ -97,9 +106,10 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "manual optimization doesn't know of" in found["manual"]
     assert "don't come from split.loader" in found["another loader"]
     assert "use_distributed_sampler=False" in found["shared out again"]
+    assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    assert found["accumulated"] == [4, 4]  # a second training is as the first
+    assert found["accumulated"] == [(2, 3), (2, 3)]  # global batches, and steps: a second training is over at once
 
 
 def test_a_pass_loader_goes_on_in_mid_epoch() -> None:

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import evener.live as live
 from evener.errors import RequestError
 from evener.live import Details, Reporter, live_folders, read_trainings, report
 from evener.live_files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
+from evener.live_times import DeviceTimes
 from evener.plan import Share
 
 
@@ -152,12 +154,75 @@ def test_a_slow_disk_is_written_to_less_often(
     assert 0.02 * len(written) <= 0.001 * 100 + 0.02
 
 
+def test_the_next_record_comes_before_it_is_due(
+    reporter: Reporter, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the disk takes: silence counts from when a record is due."""
+    dues: list[tuple[float, float]] = []
+    seconds = iter([0.0001, 0.03, 0.0001, 0.0001, 0.02, 0.03, 0.03])
+
+    def slow(target: Path, content: bytes) -> None:
+        dues.append((clock.time(), json.loads(content)["due_at"]))
+        clock.now += next(seconds, 0.004)
+
+    monkeypatch.setattr(live, "replace_file", slow)
+    train(reporter, clock, 300, step_seconds=0.1)
+    assert len(dues) > 20
+    assert max(due - at for at, due in dues) == 30
+    for (_, due), (at, _) in pairwise(dues):
+        assert at <= due + 0.2, "with the step that it waits for"
+
+
+def test_a_record_of_an_earlier_version_is_due_when_it_was_written(
+    folder: Path, reporter: Reporter, clock: Clock
+) -> None:
+    train(reporter, clock, 2)
+    (file,) = folder.iterdir()
+    old = {"framework": "torch", "workload": "w", "samples_per_second": 5.0, "step": 3, "updated_at": 100.0}
+    file.write_text(json.dumps(old | {"devices": []}))
+    (training,) = read_trainings()
+    assert (training.due_at, training.doing, training.late_seconds(142.0)) == (0.0, "", 42.0)
+
+
+def wait_for(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_where_no_step_ends_a_process_says_what_it_is_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread, which leaves the record as it is otherwise, and ends with the reporter."""
+    monkeypatch.setattr(live, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(live, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.0)
+    at: list[Any] = [(3, "sum")]
+    reporter = Reporter(now=lambda: at[0])
+    reporter.report(8, workload="w")
+    reporter.report(8, workload="w")
+    (first,) = read_trainings()
+    assert first.doing == ""
+    wait_for(lambda: read_trainings()[0].doing == "sum")
+    (held,) = read_trainings()
+    assert held == msgspec.structs.replace(first, batch=3, doing="sum", due_at=held.due_at)
+    assert held.due_at <= first.due_at, "on a slow disk it would be much later"
+    at[0] = 4, "own work"
+    wait_for(lambda: read_trainings()[0].doing == "own work")
+    reporter.report(8)
+    assert read_trainings()[0].doing == ""
+    (thread,) = (each for each in threading.enumerate() if each.name == live.WATCHER)
+    reporter.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert list(folder.iterdir()) == []
+
+
 def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
     """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the file goes without."""
     knots = ((0.0, 0.01), (64.0, 0.1))
     share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
     endless = msgspec.structs.replace(share, curve=tuple((float(rows), 0.1) for rows in range(65)))
-    for one, times, found in ((share, ((0.1, 0.0),), knots), (share, (), ()), (endless, ((0.1, 0.0),), ())):
+    for one, times, found in ((share, (DeviceTimes(0.1),), knots), (share, (), ()), (endless, (DeviceTimes(0.1),), ())):
         reporter = Reporter(partial(Details, times=times))
         train(reporter, clock, 2, devices=(one,))
         (training,) = read_trainings()

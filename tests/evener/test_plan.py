@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -52,7 +53,12 @@ COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid)
 @st.composite
 def layouts(draw: st.DrawFn) -> PlanLayout:
     batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
-    shares = tuple(Share(draw(TEXT), draw(st.integers(0, 64)), draw(TEXT), batch, 0.0, draw(TEXT)) for batch in batches)
+    devices = draw(st.lists(TEXT, min_size=len(batches), max_size=len(batches), unique=True))
+    indexes = draw(st.permutations(range(8)))
+    shares = tuple(
+        Share(device, index, draw(TEXT), batch, 0.0, draw(TEXT))
+        for device, index, batch in zip(devices, indexes, batches, strict=False)
+    )
     kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
     micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
     engine = draw(st.sampled_from(["", "towers", "ddp"]))
@@ -310,6 +316,9 @@ def put(data: Any, path: str, value: Any) -> None:
         ("layout.kind", "solo", "solo"),
         ("layout.kind", "spilt", "spilt"),
         ("layout.processes", 0, "processes"),
+        ("layout.engine", "warp", "engine is warp"),
+        ("layout.share.1.index", 0, "the index 0 twice"),
+        ("layout.share.1.device", "GPU-0", "the device GPU-0 twice"),
         ("layout.share", [], "share"),
         ("throughput.low", 200.0, "throughput"),
         ("throughput.high", math.nan, "throughput"),
@@ -338,9 +347,59 @@ def test_a_wrong_value_is_named(path: str, value: Any, named: str) -> None:
 
 def test_a_missing_key_is_named() -> None:
     data = msgspec.to_builtins(example())
-    del data["layout"]["kind"]
-    with pytest.raises(PlanError, match="kind"):
+    del data["layout"]["share"][1]["device"]
+    with pytest.raises(PlanError, match="device"):
         parse_plan(msgspec.json.encode(data))
+
+
+def documented() -> list[str]:
+    """The plans of docs/plan.md: the shortest, and the one with what a training reads."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    return [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[[layout.share]]" in text]
+
+
+def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> None:
+    """The rest follows, or isn't known; it is written out whole, and comes back."""
+    text, _ = documented()
+    plan = parse_plan(text.encode())
+    assert (plan.layout.kind, plan.layout.global_batch, plan.batches) == ("split", 8, (6, 2))
+    assert plan.ratios == (0.75, 0.25)
+    assert plan.micros() == plan.batches
+    assert [(share.index, share.name) for share in plan.layout.share] == [(0, "cpu-0-of-2"), (1, "cpu-1-of-2")]
+    assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan)) == plan
+    for framework in ("torch", "tensorflow"):
+        assert check_fit(plan, devices=None, world=2, workload_digest="ab", strict=True, framework=framework) == ()
+
+
+def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
+    _, text = documented()
+    assert parse_plan(text.encode()).micros() == (410, 568)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
+    keys = {
+        key
+        for each in (Plan, PlanLayout, Share, Evidence, Fingerprint, SearchSummary)
+        for key in each.__struct_fields__
+    }
+    keys -= {"out_of_memory"}  # in words
+    assert {key for key in keys if f"{key}" not in page} == set()
+
+
+@given(st.data())
+def test_what_a_plan_leaves_out_is_what_it_would_have_said(data: st.DataObject) -> None:
+    """Of a plan of rows in one pass each, in the order of its devices."""
+    batches = data.draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
+    written = msgspec.to_builtins(example(tuple(batches)))
+    shares = written["layout"]["share"]
+    for share in shares:
+        share["name"] = share["device"]
+    whole = parse_plan(msgspec.json.encode(written))
+    for part, keys in (
+        (written["layout"], ("kind", "global_batch")),
+        *((share, ("index", "name", "ratio", "micro")) for share in shares),
+    ):
+        for key in data.draw(st.sets(st.sampled_from(keys))):
+            del part[key]
+    assert parse_plan(msgspec.json.encode(written)) == whole
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -14,16 +15,28 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live import Training
 from evener.torch_split.own_work import GpuClock, HostClock, StepTimer, TimedStep
+from evener.tui.view.ranks import find_causes, place_ranks
+from tests.support.torch_made_ranks import PAUSE_SECONDS
 from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
 
 SIZES = (3, 1)
 
 
 def run(script: str, alone: bool = False) -> tuple[StepTimer, TurnedClock]:
-    """Digits are seconds between what letters say: b a batch in hand, g gradients, u update, f finished, p pause."""
+    """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the backward pass,
+
+    u update, d done with it, f finished, p pause.
+    """
     clock = TurnedClock()
     timer = StepTimer(clock, alone)
-    calls = {"g": timer.note_gradients, "u": timer.note_update, "f": timer.finish, "p": timer.pause}
+    calls = {
+        "g": timer.note_gradients,
+        "e": timer.note_backward,
+        "u": timer.note_update,
+        "d": timer.note_updated,
+        "f": timer.finish,
+        "p": timer.pause,
+    }
     for letter in script:
         if letter.isdigit():
             clock.now += int(letter)
@@ -39,24 +52,35 @@ def last(script: str, **options: Any) -> TimedStep:
 
 
 def test_a_step_is_own_work_then_waiting_and_the_input_lies_before() -> None:
-    assert last("b1g1u1f4b3g2u1f") == (SIZES, 3, 2, 4, 10)
+    assert last("b1g1eudf4b3g2eudf") == (SIZES, 3, 2, 4, 9, 0)
+
+
+def test_between_steps_is_what_lies_around_the_optimizer_s_step() -> None:
+    """Clipping, or a pause, isn't waiting; nor is the optimizer's own time anything that could be left out."""
+    step = last("fb3g2e4u5d1f")
+    assert step[1:3] == (3, 2)
+    assert step.between_s == 4 + 1
+    assert step.step_s == 3 + 2 + 4 + 5 + 1
+    assert last("b3g2e4f").between_s == 4, "a step that is skipped, as after an overflow"
 
 
 def test_what_lies_outside_of_a_step_is_not_in_it() -> None:
     """A checkpoint behind the update, and an evaluation between two epochs, aren't own work."""
-    assert last("b3g2u9f")[:3] == (SIZES, 3, 2)
-    first = last("b1g1u1fp99b3g2u1f")
+    assert last("b3g2eud9f")[:3] == (SIZES, 3, 2)
+    first = last("b1g1eud1fp99b3g2eud1f")
     assert first[:3] == (SIZES, 3, 2)
     assert math.isnan(first.input_s)
 
 
 def test_with_several_passes_the_last_one_ends_own_work() -> None:
     assert last("b3g1g1g2u1f")[1:3] == (5, 2)
+    assert last("b3ge1ge1g2eud1f")[1:3] == (5, 2)
+    assert last("b3g1e1g1e1g2eud1f")[1:3] == (5, 4), "an exchange after each"
 
 
 def test_two_updates_in_a_step_have_own_work_each() -> None:
     """As in a GAN: what the first update waited for isn't own work."""
-    assert last("b3g2u4g1uf")[1:3] == (7, 3)
+    assert last("b3g2eud4g1eudf")[1:3] == (7, 3)
 
 
 def test_an_exchange_within_a_step_is_waiting() -> None:
@@ -66,11 +90,17 @@ def test_an_exchange_within_a_step_is_waiting() -> None:
         clock.now += 5
     clock.now += 2
     timer.note_gradients()
+    timer.note_backward()
     with timer.meeting():
         clock.now += 3
+    clock.now += 4
     timer.note_update()
+    timer.note_updated()
+    with timer.meeting():
+        clock.now += 1
     timer.finish()
-    assert timer.last()[0][1:3] == (3, 8)
+    assert timer.last()[0][1:3] == (3, 9)
+    assert timer.last()[0].between_s == 4
 
 
 def test_batches_that_are_taken_together_are_one_step() -> None:
@@ -96,13 +126,23 @@ def test_only_a_step_with_gradients_counts_for_an_agreement() -> None:
 
 
 def test_a_process_alone_waits_for_nobody() -> None:
-    assert last("b5u1f", alone=True)[1:3] == (5, 0)
+    assert last("b5ud1f", alone=True)[1:3] == (5, 0)
+    assert last("b5ud3ud1f", alone=True)[1:3] == (8, 0)
+    paused = last("b5ge2ud1f", alone=True)
+    assert (paused.own_work_s, paused.between_s) == (5, 3)
 
 
 def test_medians_leave_out_what_is_not_known() -> None:
-    timer, _ = run("b3g2u1f2" + "b5g1u1f1" + "b4g9u1f1")
-    assert timer.medians()[:4] == (4, 2, 1.5, 12)
-    assert run("")[0].medians() == (0, 0, 0, 0, 0)
+    timer, _ = run("b3g2eud1f2" + "b5g1eud1f1" + "b4g9eud1f1")
+    assert timer.medians()[:4] == ((4, 2, 1, 0.5), 1.5, 12, 1)
+    assert run("")[0].medians() == ((0, 0, 0, 0), 0, 0, 0, 0)
+
+
+def test_it_is_known_what_goes_on_now() -> None:
+    parts = {"": "between steps", "b": "own work", "bg": "sum", "bge": "between steps", "bgeu": "update"}
+    parts |= {"bgeud": "between steps", "bgeudf": "input", "bgeudfp": "between steps", "bgeudfb": "own work"}
+    assert {script: run(script)[0].now()[1] for script in parts} == parts
+    assert run("bgeudfb")[0].now()[0] == 2
 
 
 def test_steps_that_the_device_has_not_computed_are_left_out() -> None:
@@ -145,7 +185,7 @@ class FakeEvent:
 def take_step(timer: StepTimer) -> None:
     timer.begin(SIZES)
     timer.note_gradients()
-    timer.note_update()
+    timer.note_backward()
     timer.finish()
 
 
@@ -197,6 +237,41 @@ def test_live_files_tell_the_rank_whose_backward_pass_is_slow(trainer_ranks: Cal
         assert fast.training == slow.training != ""
         assert (quick.batch, late.batch) == (6, 2)
         assert fast.step_s >= SLEEP_SECONDS
+
+
+@pytest.mark.slow
+def test_ranks_tell_where_they_pause(trainer_ranks: Callable[..., list[Any]]) -> None:
+    """Each pause is in one figure of the rank that pauses, and in the other's waiting alone."""
+    first, second = trainer_ranks("tests.support.torch_made_ranks.paused", world=2)
+    for where, record in second.items():
+        quick, late = msgspec.convert(first[where], Training), msgspec.convert(record, Training)
+        figures = {"input": late.input_s, "own": late.devices[0].own_work_s, "between": late.between_s}
+        named = {"before": "between", "after": "between"}.get(where, where)
+        long = [name for name, seconds in figures.items() if seconds > 0.8 * PAUSE_SECONDS]
+        assert long == [named], where
+        assert late.devices[0].waiting_s < 0.5 * PAUSE_SECONDS < quick.devices[0].waiting_s, where
+        assert max(quick.input_s, quick.devices[0].own_work_s, quick.between_s) < 0.5 * PAUSE_SECONDS, where
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_others_up_is_told_from_those_that_wait(trainer_ranks: Callable[..., list[Any]]) -> None:
+    """In its own work, between two steps, and stopped: then it says nothing, and the other does."""
+    said = {
+        "own work": "has been in own work for",
+        "between steps": "has been between steps for",
+        "stopped": "has been silent for",
+    }
+    first, _ = trainer_ranks("tests.support.torch_made_ranks.held", world=2)
+    assert first.keys() == said.keys()
+    for where, written in first.items():
+        waits, holds = msgspec.json.decode(written, type=tuple[Training, Training])
+        places = [place for each in (waits, holds) for place in place_ranks(each, {}, time.time() + 60)]
+        (cause,) = find_causes(places, waits.step_s, ())
+        assert said[where] in cause.text
+        assert cause.text.endswith("; the others wait for it.")
+        assert cause.text.startswith(
+            "Rank 1 " if places[0].row.device == places[1].row.device else places[1].row.device
+        )
 
 
 @pytest.mark.slow

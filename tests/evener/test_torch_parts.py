@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import UserDict, namedtuple
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -210,6 +211,38 @@ def test_statistics_over_a_pass_are_said(split: Split) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Split(in_passes((8,), (8,))).wrap(torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+def test_a_pass_of_a_single_row_is_said(micro: int) -> None:
+    """3 rows at up to 2 are 2 and 1 in every batch, whatever is dropped."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Split(in_passes((3,), (micro,))).wrap(torch.nn.BatchNorm1d(3))
+    assert any("Each batch has a pass of a single row" in str(each.message) for each in said) is (micro == 2)
+
+
+def play(split: Split, models: Any, way: str) -> None:
+    """A step of the critic on what the generator makes, then one of the generator: three ways to write it."""
+    generator, critic = models
+    batch = next(iter(split.loader(ROWS)))
+    for part in split.parts(batch, models=[critic] if way == "named" else None):
+        with torch.no_grad() if way == "without gradients" else nullcontext():
+            made = generator(part.batch[0])
+        part.backward(critic(made.detach()).square().mean())
+    for part in split.parts(batch):
+        part.backward(critic(generator(part.batch[0])).mean())
+
+
+def test_a_model_that_computes_without_a_backward_pass_is_refused(one_rank_of_two: Split) -> None:
+    """PyTorch would exchange its gradients in the next pass, of which the ranks have different numbers."""
+    split = one_rank_of_two
+    models = [split.wrap(torch.nn.Linear(3, width).double()) for width in (3, 1)]
+    with pytest.raises(RequestError, match=r"no backward pass went through it.*torch\.no_grad"):
+        play(split, models, "plain")
+    with pytest.raises(RequestError, match=r"isn't among its models="):
+        play(split, models, "named")
+    play(split, models, "without gradients")
 
 
 def test_a_validation_takes_batches_of_one_pass(split: Split, one_rank_of_two: Split) -> None:

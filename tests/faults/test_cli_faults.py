@@ -27,6 +27,7 @@ from evener.balancer.types import Observation, Timed
 from evener.plan import load_plan
 from evener.tui.cli import session_runner
 from tests.support.quick_probes import QUICK_EVENER
+from tests.support.small_disk import fill
 
 HOME = Path(evener.__file__).parents[1]
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -305,27 +306,6 @@ def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str)
     process = start(*SIMULATED, "--export", "plan.toml", preexec_fn=lambda: os.close(number))
     assert process.wait(GONE_SECONDS) in (0, 141)
     assert load_plan("plan.toml").layout.global_batch
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode
-    ):
-        pytest.skip("a small file system needs root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def fill(folder: Path, spare_bytes: int) -> None:
-    """Leave about so much room."""
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    with (folder / "filler").open("wb") as stream:
-        stream.write(b"x" * max(0, free - spare_bytes))
 
 
 def one_sentence(text: str) -> str:

@@ -98,7 +98,7 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     os.close(second)
 
 
-def test_a_gpu_is_known_by_its_place_on_the_bus(
+def test_a_gpu_is_certain_by_its_place_on_the_bus(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not locked."""

@@ -106,11 +106,15 @@ def build():
 
 
 @pytest.mark.skipif(0 not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
-def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path) -> None:
-    """The first device's failure is everybody's: the other one, which still builds, is not waited for."""
+@pytest.mark.parametrize("budget", [600.0, 0.5])
+def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path, budget: float) -> None:
+    """The first device's failure is everybody's: the other one, which still builds, is not waited for.
+
+    It is also what is told where the time is over before the framework is imported.
+    """
     skip_without("torch")
     (tmp_path / "train.py").write_text(ONE_RAISES)
-    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=600.0)
+    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=budget)
     session = Session(request)
     started = time.monotonic()
     with pytest.raises(NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set") as fault:

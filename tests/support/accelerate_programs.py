@@ -50,6 +50,16 @@ def accumulated(accelerator: Any, model: Any, optimizer: Any, loader: Any, split
             optimizer.zero_grad()
 
 
+def scheduled(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
+    """`accelerate.prepare` of a schedule, which it steps once for each process; a new one for each epoch."""
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6))
+    for inputs, targets in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
 def in_passes(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
     """`split.parts`: in one process it is the plain loop."""
     for batch in loader:
@@ -67,6 +77,7 @@ LOOPS: dict[str, Callable[..., None]] = {
     "plain": plain,
     "prepared": plain,  # the split's loader too: accelerate leaves it as it is
     "accumulated": accumulated,
+    "scheduled": scheduled,
     "in passes": in_passes,
     "resumed": plain,
     "rebalanced": accumulated,

@@ -60,6 +60,10 @@ PROGRAMS = {
     ),
     "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
     "rows by a compute_loss": Program("own loss", 45, ADAM),
+    "rows by a compute_loss that doesn't say so": Program(
+        "unmarked loss", 21, {**ADAM, "gradient_accumulation_steps": 2}
+    ),
+    "tokens without a mean over ranks": Program(rows=21, arguments={**ADAM, "average_tokens_across_devices": False}),
     "bf16": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}),
     "resumed": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True),
     "tokens by cost": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
@@ -123,7 +127,7 @@ class Plain(torch.nn.Module):
 class OwnLoss(Trainer):
     """A mean over rows, of a model that takes `num_items_in_batch`."""
 
-    loss_is_scaled_for_ga = False
+    loss_is_scaled_for_ga: bool | None = False
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -132,6 +136,12 @@ class OwnLoss(Trainer):
         tokens = inputs["attention_mask"]
         loss = ((outputs.logits.square().mean(2) * tokens).sum(1) / tokens.sum(1)).mean()
         return (loss, outputs) if return_outputs else loss
+
+
+class UnmarkedLoss(OwnLoss):
+    """The same, but it doesn't say so."""
+
+    loss_is_scaled_for_ga = None
 
 
 class Ordered(UnevenBatchSampler):
@@ -255,7 +265,7 @@ def predict(trainer: Any) -> Any:
 
 def choose_class(program: Program) -> Any:
     """The trainer class of a program."""
-    return OwnLoss if program.model == "own loss" else Trainer
+    return {"own loss": OwnLoss, "unmarked loss": UnmarkedLoss}.get(program.model, Trainer)
 
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
@@ -276,15 +286,15 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
 
 
 def reference(program: Program) -> dict[str, Any]:
-    """By the bare trainer in this process, in the order of rows that the adapter has."""
+    """By the bare trainer in this process."""
 
     class Reference(choose_class(program)):  # type: ignore[misc]
         def get_train_dataloader(self) -> DataLoader[Any]:
             own: Any = self._get_train_sampler(self.train_dataset)
-            order = None
-            if type(own).__name__ == "LengthGroupedSampler":
-                own.batch_size = GLOBAL_BATCH
-                order = RowOrder(own, program.rows, SEED)
+            if type(own).__name__ != "LengthGroupedSampler":
+                return super().get_train_dataloader()
+            own.batch_size = GLOBAL_BATCH  # the bare trainer draws its groups from numbers that nobody else has
+            order = RowOrder(own, program.rows, SEED)
             sampler = Ordered(program.rows, drop_last=self.args.dataloader_drop_last, order=order)
             return OrderedLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
 

@@ -15,7 +15,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.checks import check_setup
 from evener.huggingface.dealt_rows import find_lengths
-from tests.support.huggingface_programs import OwnLoss, Program, make_arguments, make_parts, make_plan
+from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)
 
@@ -81,6 +81,46 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
     }
 
 
+def resume_bare(folder: Path) -> dict[str, Any]:
+    """A bare training that was stopped in mid-epoch, gone on by a plan, beside one that wasn't; and by another plan."""
+    program, path = Program(rows=45, arguments={"num_train_epochs": 1}), str(folder / "bare")
+    batches = {"per_device_train_batch_size": 8}
+    whole = Trainer(args=make_arguments(program, path, **batches), **make_parts(program))
+    whole.train()
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    Trainer(args=make_arguments(program, path, **batches, **saves), **make_parts(program)).train()
+    checkpoint = str(folder / "bare" / "checkpoint-3")
+    same, other = (
+        with_plan(Trainer, make_plan((rows,), (2,)))(args=make_arguments(program, path), **make_parts(program))
+        for rows in (8, 5)
+    )
+    same.train(resume_from_checkpoint=checkpoint)
+    pairs = zip(whole.model.parameters(), same.model.parameters(), strict=True)
+    return {
+        "gone on from a bare training": max(float((mine - its).abs().max().detach()) for mine, its in pairs),
+        "a bare training's batch": sentence(lambda: other.train(resume_from_checkpoint=checkpoint)),
+    }
+
+
+class Backwards(Trainer):
+    """Has a training loader of its own, or one that makes its own batches."""
+
+    batches = False
+
+    def get_train_dataloader(self) -> Any:
+        rows = list(range(len(self.train_dataset)))[::-1][:9]
+        options: Any = {"batch_sampler": [rows]} if self.batches else {"batch_size": 8, "sampler": rows}
+        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator, **options)
+
+
+def load_by_own(folder: Path) -> dict[str, Any]:
+    """The rows of an own loader, and the sentence for one that makes its batches itself."""
+    trainer = with_plan(Backwards, make_plan((8,)))(args=make_arguments(SMALL, str(folder)), **make_parts(SMALL))
+    rows = [row for batch in trainer.get_train_dataloader().batch_sampler for row in batch]
+    own = type("OwnBatches", (Backwards,), {"batches": True})
+    return {"rows of an own loader": rows, "own batches": refuse_training(folder, own)}
+
+
 def keep_arguments(folder: Path) -> dict[str, Any]:
     """What the user's arguments are after a trainer was made of them by a launcher's plan, and the trainer's."""
     arguments = make_arguments(SMALL, str(folder))
@@ -110,13 +150,10 @@ def count_tokens() -> Any:
 
 def refuse_all(folder: Path, rank: int) -> None:
     """Every sentence."""
-    unmarked = type("Unmarked", (OwnLoss,), {"loss_is_scaled_for_ga": None})
     generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
     found = {
         "auto_find_batch_size": refuse_training(folder, auto_find_batch_size=True),
-        "a mean over each rank's tokens": refuse_training(folder, average_tokens_across_devices=False),
         "batch_rebalance": refuse_training(folder, train_sampling_strategy="batch_rebalance"),
-        "an unknown compute_loss": refuse_training(folder, unmarked),
         "rows that are generated": refuse_training(folder, generates),
         "no trainer": refuse_training(folder, object),
         "no plan": sentence(lambda: with_plan(Trainer)),
@@ -130,6 +167,8 @@ def refuse_all(folder: Path, rank: int) -> None:
         "lengths": count_tokens(),
         "nothing": refuse_setup(is_fsdp_enabled=True),
         **refuse_checkpoint(folder),
+        **resume_bare(folder),
+        **load_by_own(folder),
         **keep_arguments(folder),
     }
     torch.save(found, folder / f"{rank}.pt")

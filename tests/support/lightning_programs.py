@@ -72,6 +72,14 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Iterates(Module):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+
 def points(rows: int) -> TensorDataset:
     """The same rows as of the plain model of transformers' programs."""
     data = Points(rows)
@@ -95,9 +103,9 @@ def describe(module: Module, trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
-    """By the strategy of a split; if it stops on the way, the rest by another trainer."""
+    """By the strategy of a split; if it stops on the way, the rest by another trainer, without passes."""
 
-    def fit(path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
+    def fit(split: Any, path: str | None = None, **options: Any) -> tuple[Module, pl.Trainer]:
         trainer = make_trainer(program, folder, devices=split.world, strategy=split.strategy(), **options)
         module = Module(program.manual)
         loader = split.loader(points(program.rows), seed=SEED)
@@ -110,10 +118,10 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
     if program.rebalance:
         rotate_shares(split._rebalancing)
     if not program.resume_after:
-        return {**describe(*fit()), "changes": len(split._reporter.changes)}
+        return {**describe(*fit(split)), "changes": len(split._reporter.changes)}
     saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1)
-    fit(enable_checkpointing=True, callbacks=[saves])
-    return describe(*fit(f"{folder}/half.ckpt"))
+    fit(split, enable_checkpointing=True, callbacks=[saves])
+    return describe(*fit(Split(make_plan(split.shares[::-1])), f"{folder}/half.ckpt"))
 
 
 def reference(program: Program) -> dict[str, Any]:
@@ -175,11 +183,12 @@ def refuse_all(folder: Path, rank: int) -> None:
         "another loader": fit(Module(False), DataLoader(points(16), batch_size=8)),
         "shared out again": fit(Module(False), use_distributed_sampler=True),
         "normalized": fit(Module(False, normalize=True)),
+        "batches of its own": fit(Iterates(False)),
         "finder": fit(Module(False), callbacks=[pl.callbacks.BatchSizeFinder()]),
         "accumulated": [],
     }
     trainer = make_trainer(Program(), str(folder), strategy=split.strategy(), devices=1, accumulate_grad_batches=2)
     for _ in range(2):
         trainer.fit(Module(False), split.loader(points(16)))
-        found["accumulated"].append(trainer.accumulate_grad_batches)
+        found["accumulated"].append((trainer.accumulate_grad_batches, trainer.global_step))
     torch.save(found, folder / f"{rank}.pt")

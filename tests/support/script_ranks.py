@@ -29,3 +29,11 @@ def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     torch.set_num_threads(1)
     torch.save(run_script(rank, script, *words), folder / f"{rank}.pt")
+
+
+def save_printed_in_float64(folder: Path, rank: int, script: str, *words: str) -> None:
+    """As `save_printed`, with float64 as PyTorch's default: the same figures on every CPU."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    save_printed(folder, rank, script, *words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from tests.support.torch_program_parts import (
     exact,
     network,
     own_ddp,
+    refused,
     sgd,
     split_by,
+    split_in_passes,
     train,
     update,
     weights,
@@ -49,21 +52,60 @@ def gan(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     return weights(generator, critic)
 
 
+def play_in_passes(shares: tuple[int, ...], rows: TensorDataset, detached: bool) -> list[torch.Tensor]:
+    """The same by parts; the critic's turn has the generator compute without gradients, or only cuts them off."""
+    split = split_in_passes(shares)
+    generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
+    first, second = sgd(generator), sgd(critic)
+    for batch in split.loader(rows):
+        for part in split.parts(batch):
+            with nullcontext() if detached else torch.no_grad():
+                fake = generator(part.batch[0].sin()).detach()
+            part.backward(F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean())
+        second.step()
+        first.zero_grad()
+        for part in split.parts(batch):
+            part.backward(F.softplus(-critic(generator(part.batch[0].sin()))).mean())
+        first.step()
+        second.zero_grad()
+    return weights(generator, critic)
+
+
 @exact
-def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+def gan_in_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return play_in_passes(shares, rows, detached=False)
+
+
+@refused("no backward pass went through it")
+def gan_in_passes_whose_gradients_are_only_cut_off(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return play_in_passes(shares, rows, detached=True)
+
+
+def search(shares: tuple[int, ...], rows: TensorDataset, mean: bool, **options: Any) -> list[torch.Tensor]:
+    """By LBFGS, whose closure returns the whole batch's loss, or the rank's own."""
     split = split_by(shares)
     model = split.wrap(network())
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, **options)
     for inputs, labels in split.loader(rows):
 
-        def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> float:
+        def closure(inputs: torch.Tensor = inputs, labels: torch.Tensor = labels) -> Any:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
-            return split.mean(loss)
+            return split.mean(loss) if mean else loss
 
         optimizer.step(closure)
     return weights(model)
+
+
+@exact
+def lbfgs(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return search(shares, rows, mean=True)
+
+
+@exact
+def lbfgs_that_searches_by_a_ranks_own_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return search(shares, rows, mean=False, line_search_fn="strong_wolfe")
 
 
 def compiled(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
@@ -12,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError
+from evener.plan import make_layout
 from evener.torch_split import Split
+from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES = 5, 3
 ROWS = (41, 45)
@@ -47,6 +50,13 @@ def network(outputs: int = CLASSES) -> nn.Module:
 
 def split_by(shares: tuple[int, ...], times: int = 1, **options: Any) -> Split:
     return Split(ratios=shares, global_batch=times * sum(shares), **options)
+
+
+def split_in_passes(shares: tuple[int, ...]) -> Split:
+    """Of two rows at most; ranks then take different numbers of them."""
+    plan = example_plan(shares)
+    layout = make_layout(plan.layout.kind, plan.layout.share, shares, micros=tuple(min(2, each) for each in shares))
+    return Split(msgspec.structs.replace(plan, layout=layout))
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:

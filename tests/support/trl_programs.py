@@ -13,7 +13,6 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -23,8 +22,6 @@ from tests.support.huggingface_programs import (
     GLOBAL_BATCH,
     SEED,
     WORDS,
-    Ordered,
-    OrderedLoader,
     make_plan,
     tiny_llama,
 )
@@ -97,15 +94,9 @@ def describe(trainer: Any) -> dict[str, Any]:
 
 
 def reference(kind: str) -> dict[str, Any]:
-    """By the bare trainer in this process, in the order of rows that the adapter has."""
-
-    class Reference(KINDS[kind][0]):  # type: ignore[misc]
-        def get_train_dataloader(self) -> DataLoader[Any]:
-            rows = self._remove_unused_columns(self.train_dataset, description="training")
-            return OrderedLoader(rows, batch_sampler=Ordered(len(rows)), collate_fn=self.data_collator)
-
+    """By the bare trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Reference(**make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH))
+        trainer = KINDS[kind][0](**make_parts(kind, folder, per_device_train_batch_size=GLOBAL_BATCH))
         trainer.train()
         return describe(trainer)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from textual.pilot import Pilot
@@ -70,6 +71,33 @@ async def test_t_shows_processes_under_what_started_them(app_of: Any, script: An
         assert "└─ python train.py" in rows[3]
         await pilot.press("t")
         assert "torchrun" not in text(app, "#processes")
+
+
+async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, script: Any) -> None:
+    """As the children of probes, which come and go; K on it says that it has ended."""
+    snapshot = script.snapshot(processes=(script.process(71), script.process(72)))
+    app = app_of(snapshot)
+
+    def push(seconds: float, *processes: Any) -> None:
+        at_seconds = snapshot.at_seconds + seconds
+        app.publisher.push(msgspec.structs.replace(snapshot, at_seconds=at_seconds, processes=processes))
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        panel = await _ready(pilot)
+        push(1, script.process(72))
+        await until(pilot, lambda: "ended: python train.py" in text(app, "#processes"), "the end")
+        gone = next(row for row in panel.rows if row.ended)
+        assert gone.sample.pid == 71
+        assert "~87" in text(app, "#processes"), "its last figures are old"
+        panel.cursor = panel.rows.index(gone)
+        await pilot.press("K")
+        await until(pilot, lambda: "Process 71 has ended." in [note.message for note in app._notifications], "the note")
+        assert not isinstance(app.screen, SignalDialog)
+        push(2, script.process(71), script.process(72))
+        await until(pilot, lambda: "ended:" not in text(app, "#processes"), "another one like it")
+        push(3, script.process(72))
+        push(9, script.process(72))
+        await until(pilot, lambda: panel.count == 1, "its row to go")
 
 
 async def test_marked_processes_get_one_signal(app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

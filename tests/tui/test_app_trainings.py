@@ -43,7 +43,7 @@ async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
         assert quick.count("░") > quick.count("━") > 0
         causes = " ".join(text(app, "#causes").split())
         assert "39 % of the plan's 21 000" in causes
-        assert "GPU:1 takes 158 ms for its share; others wait up to 152 ms for it." in causes
+        assert "GPU:1 takes 158 ms for its share; others wait up to 150 ms for it." in causes
         assert "if own work follows the rows" in causes
         graphs = text(app, "#training-graphs")
         assert "all devices 8 165 samples/s" in graphs

@@ -138,7 +138,7 @@ def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[st
     assert run(["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"]) == 0
     output = capsys.readouterr()
     head, *rows = (line.split() for line in output.out.splitlines())
-    assert head == ["run", "device", "batch", "samples/s", "±", "memory"]
+    assert head == ["run", "device", "batch", "samples/s", "±", "memory", "samples/J", "W", "idle", "W"]
     assert [row[:3] for row in rows[:3]] == [["1", "SIM:0", "820"], ["1", "SIM:1", "568"], ["1", "together", "1388"]]
     assert rows[6][:3] == ["all", "together", "1388"]
     assert abs(float("".join(rows[6][3:5])) / 2158 - 1) < 0.03

@@ -180,3 +180,25 @@ def test_what_a_machine_is_called_can_not_break_the_page(capsys: pytest.CaptureF
     capsys.readouterr()
     assert run(["report", "last", "-o", "report.html"]) == 0
     assert "<b>" not in Path("report.html").read_text()
+
+
+def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
+    """As the plan's table; the plan has one name, and no other split is the best."""
+    from evener.tui.report.contents import read_report
+
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
+    assert run(["report", "last", "-o", "report.html"]) == 0
+    text = Path("report.html").read_text()
+    assert "<td>SIM:1 @60%</td>" in text
+    assert 0 < text.index("Warning: Measured on simulated devices") < text.index("<h2>")
+    report = read_report("last")
+    assert report.labels == ("SIM:0", "SIM:1 @60%")
+    assert not [bar.name for bar in report.ranking if bar.name == "best split"]
+    assert len({bar.where for bar in report.ranking}) == len(report.ranking)
+
+
+def test_the_list_of_runs_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["balance", "-d", "sim:gtx1080", "--json"]) == 0
+    capsys.readouterr()
+    assert run(["runs"]) == 0
+    assert "keras_maxer (simulated)" in capsys.readouterr().out

@@ -58,11 +58,33 @@ def test_the_rivals_are_compared() -> None:
     assert "warning: readings drifted" in text
 
 
-def test_a_gain_measured_in_turns_in_common_goes_before_the_figures() -> None:
-    """The machine may have been faster when the plan's figure was measured; the verdict has the same gain."""
-    paired = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
+def test_a_gain_measured_in_turn_says_so_and_any_other_follows_from_the_rates() -> None:
+    """The machine may have been faster when the plan's figure was measured; older plans don't mark paired gains."""
+    paired = [msgspec.structs.replace(rival, gain=0.31, paired=True) for rival in PLAN.evidence]
     text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(paired)), LABELS))
-    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 31.0 %" in text
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; measured in turn, the plan gains 31.0 %" in text
+    old = [msgspec.structs.replace(rival, gain=0.31) for rival in PLAN.evidence]
+    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(old)), LABELS))
+    assert "best single device: 1 345 samples/s on GPU:0 at 1024; the plan gains 57.8 %" in text
+
+
+def test_figures_that_are_not_known_are_not_said() -> None:
+    """Of the plan: no samples/s and no gain. Of a rival: neither."""
+    rough = msgspec.structs.replace(PLAN, throughput=Throughput(2123.0, 1000.0, 3246.0))
+    text = "\n".join(summary_lines(rough, LABELS))
+    assert "2 123" not in text
+    assert "unknown" in text
+    assert "the plan" not in text
+    first, single, *others = PLAN.evidence
+    single = msgspec.structs.replace(single, throughput=Throughput(1345.0, 500.0, 2200.0))
+    text = "\n".join(summary_lines(msgspec.structs.replace(PLAN, evidence=(first, single, *others)), LABELS))
+    assert "best single device: samples/s aren't known on GPU:0 at 1024" in text.splitlines()
+
+
+def test_a_split_of_far_fewer_rows_is_not_compared() -> None:
+    far = [evidence("even split", (128, 128), 300.0), *PLAN.evidence[1:]]
+    lines = summary_lines(msgspec.structs.replace(PLAN, evidence=tuple(far)), LABELS)
+    assert "even split: 300.0 samples/s at 128+128; none was measured near 1388 samples" in lines
 
 
 def test_a_rival_within_the_error_is_no_gain() -> None:
@@ -132,7 +154,7 @@ def test_progress_follows_a_session() -> None:
     assert line.endswith("solo  GPU:0[64]: 128.0 samples/s ± 1.0 %")
     assert progress.screen() == [
         "checks the curve of both devices",
-        "best so far: 128.0 samples/s with GPU:0[64]",
+        "best so far: 128.0 samples/s ± 1.6 % with GPU:0[64]",
         "1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left",
     ]
 

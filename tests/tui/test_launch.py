@@ -21,6 +21,7 @@ from evener.plan import Plan, make_layout
 from evener.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
+from evener.tui.launch.output import named_output
 from evener.tui.signals import caught_signals
 from evener.tui.text.launch_line import launch_hint
 from tests.support.launched_checks import check_ranks
@@ -69,6 +70,15 @@ def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fak
         assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
 
 
+def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
+    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 4 * i}\n' for i in (0, 1))
+    Path("plan.toml").write_text(devices)
+    for text, processes in (("", 2), ("import torch", 2), ("import keras", 1)):
+        Path(script).write_text(text)
+        job = make_job(Path("plan.toml"), [script], None, None)
+        assert (len(job.processes), job.framework) == (processes, "torch" if processes == 2 else "tensorflow")
+
+
 def _gpus(_: object) -> Any:
     from evener.devices.discover import discover
 
@@ -95,6 +105,8 @@ def test_a_host_starts_its_own_shares(script: str) -> None:
         (["cpu-0-of-9999"], {}, "can't be cut into 9999", DeviceError),
         (["sim-0-p100"], {}, "a simulated device", DeviceError),
         (["GPU-nowhere"], {}, "GPU-nowhere", DeviceError),
+        (["cpu-0"], {}, "cpu-0 isn't a slice", RequestError),
+        (["cpu--1-of-2"], {}, "cpu--1-of-2 isn't a slice", RequestError),
         (["cpu-0-of-1"], {"kind": "place"}, r"places a model's parts \(by layer\)", RequestError),
         (["cpu-0-of-1"], {"kind": "pack"}, "packs 1 trainings", RequestError),
         (["cpu-0-of-1", "cpu-0-of-1"], {"hosts": HOSTS}, "--host", RequestError),
@@ -133,10 +145,11 @@ def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.Capture
 def test_the_line_to_launch_names_the_users_script() -> None:
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
     assert launch_hint(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
-    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS), "a.toml")
+    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
     assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
-    assert launch_hint(plan(["sim-0-p100"]), "plan.toml") == ""
-    assert launch_hint(plan(["cpu-0-of-1"], kind="place"), "plan.toml") == ""
+    assert launch_hint(plan(["sim-0-p100"], workload="train.py:build"), "plan.toml") == ""
+    assert launch_hint(plan(["cpu-0-of-1"], kind="place", workload="train.py:build"), "plan.toml") == ""
+    assert launch_hint(plan(["cpu-0-of-1"], workload="keras_mnist"), "plan.toml") == "", "it has no script"
 
 
 # ---------------------------------------------------------------------- real processes
@@ -154,6 +167,7 @@ def say(*words):  # one write, as the ranks share a pipe
 
 
 say(rank, os.environ["EVENER_DEVICE"], *os.sched_getaffinity(0), again, *sys.argv[1:])
+say(rank, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT"))
 if sys.argv[1] == "fail" and rank == "0":
     raise SystemExit(3)
 if rank == "0" and again == "0":
@@ -190,6 +204,30 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in running:
         process.kill()
         process.communicate()
+
+
+def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe holds."""
+    long = b"y" * 200_000
+    left = 0  # what a process has started, and still has its output
+    with named_output(("rank 0", "rank 1")) as files:
+        assert [len(each) for each in files] == [2, 2]
+        (quiet, _), (output, errors) = files
+        for path, text in (
+            (output, b"one\ntw"),
+            (quiet, b"mine\n"),
+            (output, b"o\n\nhalf"),
+            (errors, b"\r10 %\r20 %\n" + long),
+        ):
+            Path(path).write_bytes(text)
+        left = os.open(output, os.O_WRONLY)
+    os.close(left)
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert [line for line in lines if "0" in line] == ["[rank 0] mine"]
+    assert [line for line in lines if "1" in line] == ["[rank 1] one", "[rank 1] two", "[rank 1] ", "[rank 1] half"]
+    assert err.startswith("[rank 1] \r[rank 1] 10 %\r[rank 1] 20 %\n[rank 1] yyy")
+    assert err.count("y") == len(long)
 
 
 def said_by_evener(errors: str) -> list[str]:
@@ -235,12 +273,18 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         assert f"{rank} interrupted" in lines
     if len(hosts) == 1:
         assert said_by_evener(said[0][1]) == [
+            "evener: train.py starts: 2 rows on CPU:0",
             "evener: rank 0 was ended by SIGKILL; trying the devices",
             "evener: all start again, 1 of 1 times",
         ]
     else:
         again = "evener: a process of this host has ended; all start again, 1 of 1 times"
-        assert [said_by_evener(errors) for _, errors in said] == [[again], []]
+        first, second = (f"evener: train.py starts: {rows} rows on CPU:0" for rows in (4, 2))
+        other = "evener: a process of another host has ended; all start again"
+        assert [said_by_evener(errors) for _, errors in said] == [[first, again], [second, other]]
+        assert sorted(line for line in lines if "restarts" in line) == [
+            f"{rank} restarts {i}" for rank in (0, 1) for i in (0, 1)
+        ]
 
 
 ASKING = """
@@ -284,8 +328,10 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     process = start("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
-    assert (process.returncode, said_by_evener(errors)) == (1, [f"evener: rank 0 ended with exit code 3{others}"])
-    assert len([line for line in output.splitlines() if line.startswith("0 ")]) == 1
+    shares = "2 rows on CPU:0" if ranks == 1 else "4 rows on CPU:0, 2 rows on CPU:1"
+    starts, ends = f"evener: -m train starts: {shares}", f"evener: rank 0 ended with exit code 3{others}"
+    assert (process.returncode, said_by_evener(errors)) == (1, [starts, ends])
+    assert len([line for line in output.splitlines() if "0 cpu" in line]) == 1
 
 
 @pytest.mark.slow
@@ -332,7 +378,7 @@ def test_the_first_host_prints_the_line_for_the_second(start: Callable[..., Any]
     assert head == "evener: on 127.0.0.3"
     place = ["--host", "127.0.0.3", "--rendezvous", "127.0.0.2:29400"]
     assert shlex.split(command) == [
-        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), "train.py", "--epochs", "3")
+        *("evener", "launch", *place, str(tmp_path / "my plan.toml"), str(tmp_path / "train.py"), "--epochs", "3")
     ]
 
 
@@ -345,7 +391,7 @@ def test_hosts_that_do_not_meet_are_one_sentence(start: Callable[..., Any], tmp_
     process = start("launch", "--host", "127.0.0.3", "--rendezvous", nobody, "--wait", "1s", "plan.toml", "train.py")
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 3
-    (line,) = errors.splitlines()
+    _, line = errors.splitlines()
     assert line.startswith(f"evener: The hosts 127.0.0.2, 127.0.0.3 didn't meet at {nobody} within 1 s. ")
 
 

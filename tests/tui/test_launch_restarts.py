@@ -75,7 +75,10 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
     done = launch(tmp_path, TRAINING, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("evener:")] == [
+    *said, ended = (line for line in done.stderr.splitlines() if line.startswith("evener:"))
+    assert ended.startswith("evener: surviving_training.py has ended, after ")
+    assert said == [
+        "evener: surviving_training.py starts: 5 rows on CPU:0, 3 rows on CPU:1",
         "evener: rank 1 was ended by SIGKILL; trying the devices",
         "evener: a device (cpu-1-of-2) computes nothing any more and is left out: 5+3 → 8+0 rows",
         "evener: all start again, 1 of 2 times",
@@ -142,6 +145,7 @@ def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path)
     done = launch(tmp_path, "train.py", device="cpu-0-of-1")
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
+        "evener: train.py starts: 2 rows on CPU:0",
         "evener: rank 0 was ended by SIGABRT; trying the devices",
         "evener: CPU:0 computes nothing any more. Run evener doctor, and make a plan for what is left.",
     ]

@@ -181,7 +181,7 @@ def test_a_device_that_is_left_out_is_said(events: Any) -> None:
 def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
     running = _text(search_lines(_after(events, -1), 100, 12, UNICODE))
     assert "Measures the split that the curves say is fastest." in running
-    assert "at most 1 min 36 s left" in running
+    assert "at most 1 min 36 s of simulated time left" in running
     assert "out of memory on SIM:0" in running
     ended = _text(search_lines(_after(events), 100, 12, UNICODE))
     assert "Split 820 and 568: 18 % faster than even." in ended
@@ -331,7 +331,9 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, 
 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
-    """Its figure may be far off, where the error is large."""
-    rival = RivalRate("best single", 100.0, 50.0, 150.0, (64,), "CPU:0")
-    assert balance_lines._versus(129.3, rival) == "+29.3 %"
-    assert balance_lines._versus(129.3, rival._replace(tie=True)) == "tie"
+    """Nor one over a figure that isn't known."""
+    rival = RivalRate("best single", 100.0, 99.0, 101.0, (64, 0), "CPU:0")
+    plan = RivalRate("the plan", 129.3, 128.0, 130.0, (64, 64))
+    assert balance_lines._versus(plan, rival) == "+29.3 %"
+    assert balance_lines._versus(plan, rival._replace(tie=True)) == "tie"
+    assert balance_lines._versus(plan, rival._replace(high=140.0)) == ""

@@ -87,11 +87,28 @@ def test_a_missing_value_is_never_a_zero() -> None:
     assert "62 % (stale: 9.0 s old)" in details
 
 
-def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits() -> None:
-    sample = DeviceSample(device=_device(), sm_percent=Reading(State.STALE, 100.0, 9.0))
+def test_what_no_device_reports_has_no_column_and_the_others_its_room(script: Any) -> None:
+    """One device that may report it, or did, is enough; on a CPU slice, eight columns go."""
+    full, bare = script.sample(0), DeviceSample(device=script.device(1))
+    cores = msgspec.structs.replace(bare, utilization_percent=value(97), memory_used_bytes=value(2**30))
+
+    def head(*samples: DeviceSample) -> list[str]:
+        return device_lines([DeviceRow(each) for each in samples], 160, 5, UNICODE)[0][0].text.split()
+
+    assert head(cores) == ["device", "name", "utilisation", "memory", "samples/s", "history"]
+    assert head(full) == head(cores, full) == head(full, cores)
+    assert {"SM", "tensor", "DRAM", "temp", "power", "clock", "throttled,", "links"} <= set(head(full))
+    assert "temp" in head(msgspec.structs.replace(cores, temperature_celsius=DENIED))
+    narrow = device_lines([DeviceRow(cores)], 80, 5, UNICODE)[0]
+    assert "samples/s" in narrow[0].text
+    assert "1.0" in narrow[1].text
+
+
+def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits(script: Any) -> None:
+    sample = script.sample(0, sm_percent=Reading(State.STALE, 111.0, 9.0))
     row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1].text
     assert "~" in row
-    assert "100" not in row
+    assert "111" not in row
 
 
 def test_a_lost_device_tells_what_happened_in_place_of_figures(script: Any) -> None:

@@ -194,11 +194,11 @@ def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("number", "training_data() gives a int."),
-        ("short", "training_data() gives a tuple."),
+        ("number", "training_data() gives an object of type int."),
+        ("short", "training_data() gives an object of type tuple."),
         ("other batch", "training_data() gives a batch of 7 rows instead of 5."),
         ("too few", "training_data() gives a batch of 4 rows instead of 5."),
-        ("no dataset", "training_data() gives a ndarray for a batch of 5."),
+        ("no dataset", "training_data() gives an object of type ndarray for a batch of 5."),
         ("raises", "division by zero"),
         ("lengths", "has lengths(), and a search deals rows by their length in PyTorch only."),
     ],

@@ -1,4 +1,6 @@
-"""One rank of a group that trains a workload, by a RankServer; it saves the module's weights after each size."""
+"""Processes that train a workload, by a RankServer: a rank of a group, which saves the weights after each size, and one
+alone, whose memory nothing else has used.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
+from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
@@ -43,3 +46,14 @@ def train(folder: Path, rank: int) -> None:
         ended.append([weights.detach().clone() for weights in workload.recipe.module.parameters()])
     torch.save({"weights": ended, "facts": dict(workload.facts())}, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def save_peaks(folder: Path, rank: int) -> None:
+    """The peak of a step of 16 rows, of 1024 and of 16 again, in bytes."""
+    workload = registry.build("torch_mnist", Place(("CPU:0",), threads=1), {}, "torch")
+    peaks: list[int | None] = []
+    for rows in (16, 1024, 16):
+        workload.prepare((rows,))
+        workload.step()
+        peaks += workload.max_memory_bytes()
+    torch.save(peaks, folder / f"{rank}.pt")

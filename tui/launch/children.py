@@ -25,15 +25,16 @@ def run_children(job: Job) -> Ending:
     """Start the processes and wait for their end; if one fails, the others are ended."""
     with caught_signals() as caught:
         running = _start(job)
-        failed: dict[int, int] = {}
+        codes: dict[int, int] = {}
         try:
-            failed = _wait(running, caught)
+            codes = _wait(running, caught)
         finally:
             _end(running, caught[0] if caught else signal.SIGTERM)
     if caught:
         return Ending(caught[0])
     first = job.plan.layout.active.index(job.own[0])
-    return Ending(failures={first + i: code for i, code in failed.items()})
+    failures = {first + i: code for i, code in codes.items() if code}
+    return Ending(failures=failures, left=tuple(first + i for i, code in codes.items() if not code))
 
 
 def _start(job: Job) -> list[subprocess.Popen[bytes]]:
@@ -58,12 +59,11 @@ def _cluster(job: Job) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Until all have ended well, some haven't, of which the exit codes are returned, or a signal comes."""
+    """Until all have ended well, one hasn't, or a signal comes: the exit codes of those that have ended."""
     while not caught:
-        codes = [process.poll() for process in running]
-        failed = {i: code for i, code in enumerate(codes) if code}
-        if failed or None not in codes:
-            return failed
+        codes = {i: code for i, process in enumerate(running) if (code := process.poll()) is not None}
+        if any(codes.values()) or len(codes) == len(running):
+            return codes
         time.sleep(POLL_SECONDS)
     return {}
 

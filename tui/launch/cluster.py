@@ -15,7 +15,9 @@ from pathlib import Path
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.balancer.probes.script_copy import copy_script
 from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
+from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.placement import find_plan_nodes
+from evener.errors import DeviceError
 from evener.plan import load_plan, to_toml
 from evener.smaller_plan import leave_out
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
@@ -25,6 +27,7 @@ from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
 
 POLL_SECONDS = 0.1
+HEAD_SECONDS = 5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute
 SILENT_SECONDS = 15.0
 OTHERS_SECONDS = 30.0  # that the other hosts have to end by themselves, once one has failed
 LOST_EXIT_CODE = 3
@@ -53,6 +56,7 @@ def launch_on_cluster(
             agents = tuple(agent for agent in agents if agent.host not in lost)
             if not lost or not agents or attempt == max_restarts:
                 break
+            check_head()
             left = {agent.host for agent in agents}
             gone = {(share.host, share.device) for share in planned.layout.share if share.host not in left}
             before, plan = plan, leave_out(planned, gone)
@@ -123,9 +127,9 @@ class HostPart:
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
     """Until all have ended, a signal comes, or one has failed and the others have had their time: its exit code.
 
-    The others can't go on without a host that is lost, and needn't end by themselves.
+    The others can't go on without a host that is lost, and needn't end by themselves. DeviceError if Ray's head is.
     """
-    deadline, code = float("inf"), 0
+    deadline, code, answered = float("inf"), 0, time.monotonic()
     while not caught and any(part.code is None for part in parts) and time.monotonic() < deadline:
         if any(part.lost for part in parts):
             break
@@ -133,4 +137,19 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
         if code and deadline == float("inf"):
             deadline = time.monotonic() + OTHERS_SECONDS
         time.sleep(POLL_SECONDS)
+        answered = _look_at_head(answered)
     return code or next((part.code for part in parts if part.code), 0)
+
+
+def _look_at_head(answered: float) -> float:
+    """When the head has last answered; DeviceError if that is too long ago."""
+    now = time.monotonic()
+    if now < answered + HEAD_SECONDS:
+        return answered
+    try:
+        check_head()
+    except DeviceError:
+        if now > answered + SILENT_SECONDS:
+            raise
+        return answered
+    return now

@@ -12,6 +12,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     signal: int = 0  # that asked the launcher to end
     failures: dict[int, int] = {}  # rank -> exit code of those that failed by themselves; below 0 the signal
+    left: tuple[int, ...] = ()  # ranks that ended well before the others: in mid-epoch that is why those failed
 
     @property
     def is_loss(self) -> bool:
@@ -24,9 +25,10 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The process that failed, and how."""
+        """The process that failed, and how; before it, one that had left."""
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
-        return f"rank {rank} " + (f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}")
+        left = f"rank {self.left[0]} left with exit code 0, and " if self.left and code != -signal.SIGKILL else ""
+        return f"{left}rank {rank} " + (f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}")
 
 
 def _order(code: int) -> int:

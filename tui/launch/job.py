@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,18 +17,21 @@ from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
 from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.types import Device
-from evener.errors import DeviceError, PlanError, RequestError
+from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
+from evener.workloads.user_code import imported_framework
 
 WAIT_SECONDS = 60.0
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class Job(msgspec.Struct, frozen=True):
     """A training as this host starts it."""
 
     plan: Plan
+    framework: str  # the plan's; the script's where that doesn't say it
     path: Path
     command: tuple[str, ...]  # of the script: its name or -m and a module, and its arguments
     host: str  # this one, as the plan names it; empty where all is on one
@@ -35,13 +41,23 @@ class Job(msgspec.Struct, frozen=True):
     wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
     attempt: int = 0  # starts before this one
     replaced: Path | None = None  # the file that was launched, where devices are left out since
-    run: str = ""  # the name of the training's journal
+    run: str = ""  # the name of the training's journal; all its processes have it in their environment
+    folder: Path = Path()  # for files of this launch; it ends with it
     reason: str = ""  # of this start, if it isn't the first
+    output: tuple[tuple[str, str], ...] = ()  # the files that each process has for standard output and error
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the processes of this host, where there are several; over several hosts their ranks aren't known here."""
+        if len(self.processes) < 2:
+            return ()
+        alone = len(self.hosts) == 1
+        return tuple(f"rank {i}" if alone else devices[0].label for i, devices in enumerate(self.processes))
 
     @property
     def identity(self) -> str:
@@ -66,29 +82,33 @@ class Job(msgspec.Struct, frozen=True):
         starts = [self._start(devices) for devices in self.processes]
         for start, own in zip(starts, more, strict=False):
             start["variables"].update(own)
+        for start, files in zip(starts, self.output, strict=False):
+            start["output"] = files
         return {**variables, STARTS: json.dumps(starts)}
 
-    def _start(self, devices: tuple[Device, ...]) -> dict[str, dict[str, str]]:
+    def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
         """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
-        child = child_environment(devices, self.plan.framework)
+        child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
-        if self.plan.framework == "torch" and devices[0].kind == "gpu":
+        if self.framework == "torch" and devices[0].kind == "gpu":
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
-        start: dict[str, dict[str, str]] = {"variables": variables, "cores": child.cores}  # type: ignore[dict-item]
-        return start
+        return {"variables": variables, "cores": child.cores, "launcher": os.getpid(), "folder": str(self.folder)}
 
 
 def make_job(
     path: Path, command: Sequence[str], host: str | None, meeting: str | None, wait_seconds: float = WAIT_SECONDS
 ) -> Job:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
+    if path.exists() and not path.is_file():
+        raise PlanError(f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file.")
     plan = load_plan(path)
     check_plan(plan, command)
     active = plan.layout.active
     here = _choose_host(plan, host)
     own = tuple(share for share in active if share.host == here)
     devices = _find_devices(own)
-    one_process = plan.framework != "torch" and plan.layout.engine != "multiworker"
+    framework = _choose_framework(plan, command[0])
+    one_process = framework != "torch" and plan.layout.engine != "multiworker"
     if one_process and len(own) < len(active):
         raise PlanError(
             f"The plan's engine is {plan.layout.engine}, one process, but its devices are on several hosts.",
@@ -99,6 +119,7 @@ def make_job(
         raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
     return Job(
         plan=plan,
+        framework=framework,
         path=path.absolute(),
         command=tuple(command),
         host=here,
@@ -134,6 +155,21 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
         raise RequestError("-m names no module.", "Write evener launch PLAN -m MODULE.")
 
 
+def _choose_framework(plan: Plan, script: str) -> str:
+    """The plan's, which must be that of the script; PyTorch if neither says it."""
+    imported = ""
+    with suppress(EvenerError):  # Python itself says what is wrong with it
+        imported = imported_framework(Path(script)) if script != "-m" else ""
+    if plan.framework not in FRAMEWORKS:
+        return imported or "torch"
+    if imported and imported != plan.framework:
+        raise PlanError(
+            f"The plan is for {FRAMEWORKS[plan.framework]}, and {script} trains with {FRAMEWORKS[imported]}.",
+            f"Make one with evener balance --framework {imported}, or launch a script for this one.",
+        )
+    return plan.framework
+
+
 def _choose_host(plan: Plan, named: str | None) -> str:
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     found = find_host(hosts) if named is None else named
@@ -148,8 +184,9 @@ def _choose_host(plan: Plan, named: str | None) -> str:
 
 
 def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
+    request = ",".join(map(_request, shares))
     try:
-        return discover(",".join(map(_request, shares)), only_visible=False).devices
+        return discover(request, only_visible=False).devices
     except RequestError as fault:
         raise DeviceError(
             fault.message, "Make a plan for what is here, or launch this one where it was made."
@@ -159,8 +196,9 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 def _request(share: Share) -> str:
     """A device of the plan as `--devices` names it."""
     if share.device.startswith("cpu-"):
-        _, number, _, count = share.device.split("-")
-        return f"cpu/{count}:{number}"
+        if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", share.device)):
+            raise PlanError(f"The plan's device {share.device} isn't a slice of a CPU.", "Write it as cpu-0-of-2.")
+        return f"cpu/{found[2]}:{found[1]}"
     if share.device.startswith("sim-"):
         raise DeviceError(f"The plan is for a simulated device, {share.device}.", "Make one for real devices.")
     return share.device

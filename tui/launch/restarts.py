@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,15 +14,17 @@ from pathlib import Path
 import msgspec
 
 from evener.devices.types import Device
-from evener.errors import DeviceError
-from evener.launched import WANTS_PROCESSES
-from evener.plan import Plan
+from evener.errors import DeviceError, PlanError
+from evener.launched import RUN, WANTS_PROCESSES
+from evener.plan import Plan, load_plan
 from evener.plan_check import describe
 from evener.smaller_plan import leave_out
 from evener.state_folders import new_run_id
+from evener.tui.launch import watcher
 from evener.tui.launch.children import run_children
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job, arrange
+from evener.tui.launch.output import named_output
 from evener.tui.launch.working_devices import find_broken
 from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
@@ -28,45 +33,74 @@ from evener.tui.text.formatting import plain
 def run_job(first: Job, max_restarts: int) -> int:
     """Train until all processes have ended well, one fails by its own fault, or there were too many restarts.
 
-    After a loss every device is tried, also one that was left out before. On several hosts nobody sees all failures:
-    there, each is taken for a loss, and a device that is lost ends the training. The exit code.
+    The exit code. Unless it is 0, nothing that the training has started is left, however this process ends.
     """
-    first = job = msgspec.structs.replace(first, run=new_run_id())
+    run = new_run_id()
+    folder = Path(tempfile.gettempdir(), f"evener-launch-{run}-{secrets.token_hex(4)}")
+    words = [sys.executable, "-I", watcher.__file__, run, str(folder)]
+    own = {name: value for name, value in os.environ.items() if name != RUN}
+    quiet = subprocess.DEVNULL
+    watching = subprocess.Popen(
+        words, env=own, start_new_session=True, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet
+    )
+    last_words = b""
+    try:
+        folder.mkdir(mode=0o700)  # now that somebody would remove it
+        code = _run(msgspec.structs.replace(first, run=run, folder=folder), max_restarts)
+        last_words = b"" if code else watcher.WELL
+    finally:
+        with caught_signals():
+            watching.communicate(last_words)
+    return code
+
+
+def _run(first: Job, max_restarts: int) -> int:
+    """After a loss every device is tried, also one that was left out before.
+
+    On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is lost ends the
+    training. The exit code.
+    """
+    job = first
     several = len(first.hosts) > 1
-    by_agents = several and first.plan.framework == "torch"  # which restart in step
+    by_agents = several and first.framework == "torch"  # which restart in step
     restarts = 0 if by_agents else max_restarts
-    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder:
-        for attempt in count(1):
-            ended = _start(job, max_restarts if by_agents else 0)
-            if ended.signal or not ended.failures:
-                return 128 + ended.signal if ended.signal else 0
-            if attempt > restarts or not (ended.is_loss or several):
-                others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
-                say(f"{ended.words}{others}")
-                return 1
-            say(f"{ended.words}; trying the devices")
-            with caught_signals() as caught:
-                broken = find_broken(list(chain.from_iterable(first.processes)), job.plan.framework, caught)
-            if caught:
-                return 128 + caught[0]
-            first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
-            before, job = job, _make_next(first, broken, Path(folder, f"plan-{attempt}.toml"))
-            _say_changes(before.plan, job.plan)
-            say(f"all start again, {attempt} of {max_restarts} times")
+    for attempt in count(1):
+        ended = _start(job, max_restarts if by_agents else 0)
+        if ended.signal or not ended.failures:
+            return 128 + ended.signal if ended.signal else 0
+        if attempt > restarts or not (ended.is_loss or several):
+            others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
+            say(f"{ended.words}{others}")
+            return 1
+        say(f"{ended.words}; trying the devices")
+        with caught_signals() as caught:
+            broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
+        if caught:
+            return 128 + caught[0]
+        first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
+        before, job = job, _make_next(first, broken)
+        _say_changes(before.plan, job.plan)
+        say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
 def _start(job: Job, restarts_of_agents: int) -> Ending:
-    if job.plan.framework == "torch" and len(job.plan.layout.active) > 1:
+    if job.framework == "torch" and len(job.plan.layout.active) > 1:
         from evener.tui.launch.torch_agent import run_agent
 
         return run_agent(job, restarts_of_agents)
     ended = run_children(job)
-    return run_children(job.with_a_process_each()) if set(ended.failures.values()) == {WANTS_PROCESSES} else ended
+    if set(ended.failures.values()) != {WANTS_PROCESSES}:
+        return ended
+    job = job.with_a_process_each()
+    with named_output(job.names) as output:
+        return run_children(msgspec.structs.replace(job, output=output))
 
 
-def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:
-    """The training without the broken devices, by a plan of its own in the file `path`."""
+def _make_next(first: Job, broken: Sequence[Device]) -> Job:
+    """The training without the broken devices, by a plan of its own. PlanError if the plan has become another."""
+    if load_plan(first.path) != first.plan:
+        raise PlanError(f"{first.path} has changed since the training began.", "Launch it anew by the plan of now.")
     if not broken:
         return first
     names = {device.id for device in broken}
@@ -76,6 +110,7 @@ def _make_next(first: Job, broken: Sequence[Device], path: Path) -> Job:
             f"{listed} computes nothing any more.", "Run evener doctor, and make a plan for what is left."
         )
     plan = leave_out(first.plan, {(first.host, name) for name in names})
+    path = first.folder / f"plan-{first.attempt}.toml"
     plan.save(path)
     left = tuple(device for device in chain.from_iterable(first.processes) if device.id not in names)
     return msgspec.structs.replace(

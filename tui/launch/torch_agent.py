@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import sys
-import tempfile
 from typing import Any
 
 from evener.errors import DeviceError, RequestError
@@ -19,8 +18,8 @@ FORCE_SECONDS = 25  # a process that ends later than the first one was ended by 
 
 def run_agent(job: Job, max_restarts: int) -> Ending:
     """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
-    own = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
-    environment = job.environment([own] * len(job.processes))
+    more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
+    environment = job.environment([more] * len(job.processes))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it has pages about a host that isn't there
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -36,12 +35,12 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
-    with tempfile.TemporaryDirectory(prefix="evener-launch-") as folder, restored_signals():
+    with restored_signals():
         config = LaunchConfig(
             nproc_per_node=len(job.processes),
             max_restarts=max_restarts,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
             **_meet(job),
         )
         try:
@@ -51,7 +50,8 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
             ended = {
                 rank: each.exitcode for rank, each in error.failures.items() if each.timestamp < first + FORCE_SECONDS
             }
-            return Ending(failures=ended)
+            own = range(len(job.processes)) if len(job.hosts) == 1 else ()
+            return Ending(failures=ended, left=tuple(rank for rank in own if rank not in error.failures))
         except SignalException as error:
             return Ending(error.sigval)
         except RendezvousError:

@@ -35,7 +35,12 @@ def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]
 
 def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
     child = child_environment((device,), framework)
-    start = {"variables": {**child.variables, DEVICE: device.id}, "cores": child.cores}
+    start = {
+        "variables": {**child.variables, DEVICE: device.id},
+        "cores": child.cores,
+        "launcher": os.getpid(),
+        "folder": "",
+    }
     own = {STARTS: json.dumps([start]), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
     return subprocess.Popen(
         [sys.executable, "-m", "evener.start_rank", "-m", "evener.device_check", device.kind],

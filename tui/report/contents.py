@@ -9,6 +9,8 @@ import msgspec
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
+from evener.devices.limits import write_limit
+from evener.devices.types import Device
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain, write_share
 from evener.tui.text.progress import layout_words, outcome_name, outcome_words
@@ -71,7 +73,7 @@ def read_report(name: str) -> RunReport:
         run=run,
         created=header.created,
         workload=header.workload,
-        labels=tuple(device.label for device in header.devices),
+        labels=tuple(_label(device) for device in header.devices),
         names=tuple(plain(device.name, 60) for device in header.devices),
         plan=plan,
         verdict=plain(found.verdict, 1000),
@@ -79,6 +81,11 @@ def read_report(name: str) -> RunReport:
         ranking=_ranking(plan, [device.label for device in header.devices]),
         spans=_spans(record),
     )
+
+
+def _label(device: Device) -> str:
+    """With its limit, as in the plan's table."""
+    return f"{device.label} @{limit}" if (limit := plain(write_limit(device.limit), 32)) else device.label
 
 
 def _curve(record: Record, position: int) -> SoloCurve:
@@ -92,14 +99,19 @@ def _curve(record: Record, position: int) -> SoloCurve:
             points[layout.global_batch] = max(entry.seen.samples_per_second, points.get(layout.global_batch, 0.0))
         elif isinstance(entry.seen, OutOfMemory):
             failed.append(layout.global_batch)
-    label = record.header.devices[position].label
+    label = _label(record.header.devices[position])
     return SoloCurve(label, tuple(sorted(points.items())), min(failed, default=None))
 
 
 def _ranking(plan: Plan, labels: Sequence[str]) -> tuple[RankedLayout, ...]:
     """The plan and its rivals, without the solos, which are in the curves, and without a second name of one of them."""
     bars = [_bar("the plan", plan.layout, plan.throughput, labels)]
-    rivals = [rival for rival in plan.evidence if not rival.name.startswith(SOLO_PREFIX) and rival.name != LARGER_BATCH]
+    own = [rival for rival in plan.evidence if rival.layout.batches == plan.layout.batches and rival.gain is None]
+    rivals = [
+        rival
+        for rival in plan.evidence
+        if not rival.name.startswith(SOLO_PREFIX) and rival.name != LARGER_BATCH and rival not in own
+    ]
     bars += [_bar(plain(rival.name, 40), rival.layout, rival.throughput, labels) for rival in rivals]
     return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
 

@@ -53,6 +53,7 @@ def html_page(report: RunReport) -> str:
     parts = [
         f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
         f'<p class="verdict">{unbroken(escape(report.verdict))}</p>',
+        *(f"<p>Warning: {unbroken(escape(words))}</p>" for words in report.plan.warnings),
         _shares(report),
         *(_figure(report, number) for number in range(len(PICTURES))),
         _facts(report),
@@ -139,7 +140,6 @@ def _facts(report: RunReport) -> str:
         *(("devices", words) for words in plan.fingerprint.devices),
         ("driver", plan.fingerprint.driver or "-"),
         *sorted(plan.fingerprint.versions.items()),
-        *(("warning", words) for words in plan.warnings),
     ]
     return f"<h2>How it was measured</h2>{_table(('', ''), rows, numbers_from=9)}"
 

@@ -10,6 +10,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from evener.live_files import make_private
+
 
 def write_crash_log(error: BaseException) -> Path | None:
     """Write the traceback to a new file and return its path; None if no file can be written."""
@@ -20,7 +22,7 @@ def write_crash_log(error: BaseException) -> Path | None:
     text += "".join(traceback.format_exception(error))
     for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
         with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             path = folder / name
             # new and private: in a shared folder, an existing name could be another user's link
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:

@@ -130,4 +130,8 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         from evener.tui.screens.signals import SignalDialog
 
         chosen = self.query_one(ProcessPanel).chosen_rows
-        self.app.push_screen(SignalDialog(tuple(row.sample for row in chosen)))
+        there = tuple(row.sample for row in chosen if not row.ended)
+        if there:
+            self.app.push_screen(SignalDialog(there))
+        else:
+            self.evener.say(f"Process {chosen[0].sample.pid} has ended.")

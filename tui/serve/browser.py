@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import html
+import logging
 import secrets
 import shlex
 import signal
@@ -116,6 +117,7 @@ def serve_browser(command: Sequence[str], port: int) -> int:
         with as_request_error(f"The app can't be served at {HOST}:{port}", "Give a free port to --web-port."):
             listening.bind((HOST, port))
             listening.listen()
+        logging.disable(logging.CRITICAL)  # its libraries print a traceback for each request that isn't one
         return asyncio.run(BrowserServer(command).run(listening))
 
 

@@ -50,6 +50,7 @@ _TRAININGS = (  # name, field of Training, help; 0 is unknown and left out, exce
     ("evener_step_seconds", "step_s", "Median time of a step."),
     ("evener_step_spread_ratio", "step_spread", "Interquartile range of a step over its median."),
     ("evener_input_seconds", "input_s", "Median time of a step that goes into waiting for data."),
+    ("evener_between_seconds", "between_s", "Median time of a step between its passes and the next batch."),
     ("evener_plan_samples_per_second", "plan_samples_per_second", "Samples/s of the whole training by its plan."),
 )
 
@@ -88,6 +89,8 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
     yield _gauge("evener_samples_per_second", "Samples/s of the rank.", TRAINING_LABELS, speeds)
     ages = ((labels, max(0.0, time.time() - each.updated_at)) for labels, each in named.items())
     yield _gauge("evener_report_age_seconds", "Since the rank's last report.", TRAINING_LABELS, ages)
+    late = ((labels, each.late_seconds(time.time())) for labels, each in named.items())
+    yield _gauge("evener_report_late_seconds", "For how long the rank's next report is due.", TRAINING_LABELS, late)
     steps = CounterMetricFamily("evener_steps", "Steps that the rank has reported.", labels=TRAINING_LABELS)
     for labels, each in named.items():
         steps.add_metric(labels, each.step)

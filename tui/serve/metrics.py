@@ -47,6 +47,11 @@ class _Handler(WSGIRequestHandler):
 class _Server4(ThreadingWSGIServer):
     request_queue_size = 16
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that says nothing, or has gone, is no defect of the server's."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
 
 class _Server6(_Server4):
     address_family = socket.AF_INET6

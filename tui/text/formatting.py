@@ -7,6 +7,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable
 
+from evener.balancer.result.number_format import efficiency
 from evener.balancer.result.number_format import half_width as half_width
 from evener.balancer.result.number_format import milliseconds as milliseconds
 from evener.balancer.result.number_format import percent as percent
@@ -80,4 +81,4 @@ def energy_cells(samples_per_second: float, active_watts: float, idle_watts: flo
     watts = active_watts + idle_watts
     if not watts:
         return "-", "-", "-"
-    return f"{samples_per_second / watts:.3g}", f"{active_watts:.0f}", f"{idle_watts:.0f}"
+    return efficiency(samples_per_second / watts), f"{active_watts:.0f}", f"{idle_watts:.0f}"

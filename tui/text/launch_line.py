@@ -9,12 +9,12 @@ from evener.plan import Plan
 
 
 def launch_hint(plan: Plan, path: str) -> str:
-    """How to train by a plan in this file, as a part of a sentence; empty where there is nothing to launch."""
-    active = plan.layout.active
-    if plan.layout.kind not in ("solo", "split") or any(share.device.startswith("sim-") for share in active):
+    """How to train by a plan in this file, as a part of a sentence; empty where there is no script to launch."""
+    active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
+    simulated = any(share.device.startswith("sim-") for share in active)
+    if plan.layout.kind not in ("solo", "split") or simulated or not script:
         return ""
-    script, colon, _ = plan.workload.rpartition(":")
-    line = write_line([path, script if colon else "train.py"])
+    line = write_line([path, script])
     where = ", on each of its hosts" if active[0].host else ""
     return f"to train by it{where}: {line}"
 

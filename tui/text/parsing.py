@@ -149,7 +149,7 @@ def parse_duration(text: str, name: str) -> float:
         given += "s"
     parts = _PART.findall(given)
     if not parts or _PART.sub("", given):
-        raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 2m or 1h.")
+        raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 10m, 1h30m or 30d.")
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 

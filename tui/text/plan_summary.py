@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.session_state import SUM, plan_rivals
+from evener.balancer.result.gains import is_certain, write_gain
+from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
+from evener.balancer.types import Interval
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
@@ -27,7 +29,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
     }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
-    combined = plan.throughput.samples_per_second
+    combined, known = plan.throughput.samples_per_second, is_certain(plan_rate(plan, tuple(labels)).figure)
     for share, label in zip(plan.layout.share, labels, strict=True):
         solo = alone.get(label)
         rows.append(
@@ -36,12 +38,12 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
                 plain(share.name, 32),
                 write_share(share.batch, share.micro) if share.batch else "left out",
                 f"{share.ratio:.3f}",
-                rate(share.ratio * combined) if share.batch else "-",
+                rate(share.ratio * combined) if share.batch and known else "-",
                 _alone(solo),
             )
         )
     total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
-    rows.append(("together", "", str(total), "1.000", rate(combined), f"± {error}"))
+    rows.append(("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}"))
     tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
     return [
         *align(rows, numbers_from=2),
@@ -59,20 +61,37 @@ def _write_energy(figure: Throughput) -> str:
 def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
-    (share,) = solo.layout.active
-    return f"{rate(solo.throughput.samples_per_second)} at {write_share(share.batch, share.micro)}"
+    (share,), figure = solo.layout.active, solo.throughput
+    sure = is_certain(Interval(figure.samples_per_second, figure.low, figure.high))
+    return f"{rate(figure.samples_per_second) if sure else 'unknown'} at {write_share(share.batch, share.micro)}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
-    lines, own = [], plan.throughput.samples_per_second
+    lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
-        figure = f"{rival.name}: {rate(rival.samples_per_second)} samples/s"
-        if rival.name == SUM:
-            lines.append(f"{figure}; the plan reaches {percent(own / rival.samples_per_second, 1)} of it")
-        elif rival.batches != plan.layout.batches and (rival.name != LARGER_BATCH or rival.samples_per_second > own):
-            gain = rival.gain_for(own)
-            versus = f"{'gains' if gain >= 0 else 'loses'} {percent(abs(gain), 1)}"
-            where = f"{'on' if rival.device else 'at'} {rival.where}"
-            lines.append(f"{figure} {where}; the plan {'is as fast within the error' if rival.tie else versus}")
+        where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
+        figure = f"{rate(rival.samples_per_second)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
+        if rival.batches != own.batches and (
+            rival.name != LARGER_BATCH or rival.samples_per_second > own.samples_per_second
+        ):
+            lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
+
+
+def _versus(own: RivalRate, rival: RivalRate) -> str:
+    """What the plan gains over another layout, or why that isn't said."""
+    gain = rival.gain_of(own)
+    if gain is None:
+        if not is_certain(own.figure, rival.figure):
+            return ""
+        split = len(rival.batches) - rival.batches.count(0) > 1
+        near = f"none was measured near {sum(own.batches)} samples"
+        return f"; {near if split else 'less than in the plan, so a device alone was not measured at its best batch'}"
+    if rival.name == SUM:
+        return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
+    if rival.tie:
+        return "; the plan is as fast within the error"
+    size = write_gain(abs(gain), *(() if rival.paired is not None else (own.figure, rival.figure)))
+    in_turn = "measured in turn, " if rival.paired is not None else ""
+    return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"

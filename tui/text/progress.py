@@ -52,12 +52,19 @@ class Progress:
         lines = [plain(state.belief.doing, 200) if state.belief is not None else "starting"]
         lines += [f"  {_running_words(running, self.devices)}" for running in state.running[:20]]
         if state.best is not None:
-            figure = rate(state.best.throughput.value)
-            lines.append(f"best so far: {figure} samples/s with {layout_words(state.best.layout, self.devices)}")
+            best, where = state.best.throughput, layout_words(state.best.layout, self.devices)
+            error = half_width(best.value, best.low, best.high)
+            lines.append(f"best so far: {rate(best.value)} samples/s ± {error} with {where}")
         plural = "" if state.probes == 1 else "s"
         counts = f"{state.probes} probe{plural}, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
-        left = seconds_left(state)
-        return [*lines, counts if left is None else f"{counts}, at most {duration(left)} left", *self.said]
+        return [*lines, counts + left_words(state), *self.said]
+
+
+def left_words(state: SessionState) -> str:
+    """How much of the budget is left; on simulated devices, whose seconds are not those of the clock on the wall."""
+    left = seconds_left(state)
+    simulated = state.devices and all(label.startswith("SIM:") for label in state.devices)
+    return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
 
 
 def _running_words(running: ProbeProgress, labels: Sequence[str]) -> str:

@@ -24,7 +24,8 @@ SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 MOST_TRANSFERS = 8  # of each profile, the slowest first
 RANKING_NOTE = (
     "±: half of the 95 % interval. waiting: part of a step in which even the busiest device waits for others or for"
-    " data. turns: how often it was measured in the race."
+    " data. against the winner: as measured in turn, which the samples/s alone may not show. turns: how often it was"
+    " measured in the race."
 )
 
 
@@ -161,6 +162,7 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
         "moved_share": waiting_share(found.turns(layout)) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,
         "against_winner_interval": interval,
+        "paired": difference is not None,
         "tie": one.tie,
         "unclear": one.unclear,
         "turns": one.turns,

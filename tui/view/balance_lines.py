@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.result.gains import write_gain
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares import apportion
 from evener.tui.text.formatting import duration, percent, rate, relative_error
-from evener.tui.text.progress import layout_words, outcome_words, share_words
+from evener.tui.text.progress import layout_words, left_words, outcome_words, share_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from evener.tui.view.charts import bar
 from evener.tui.view.marks import Marks
@@ -111,7 +112,7 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, draw
     first = each is best
     half = relative_error(each.samples_per_second, each.low, each.high)
     error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
-    versus = "" if first else _versus(best.samples_per_second, each)
+    versus = "" if first else _versus(best, each)
     room = max(1, min(18, width - _BRIEF_CELLS))
     spans: tuple[Span, ...] = (
         Span(f" {cut(each.name, room, marks.ellipsis):<{room}}", "strong" if first else "text"),
@@ -130,13 +131,14 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, draw
     return Line(pad(spans, width))
 
 
-def _versus(best: float, each: RivalRate) -> str:
+def _versus(best: RivalRate, each: RivalRate) -> str:
+    gain = each.gain_of(best)
+    if gain is None:
+        return ""
     if each.name == SUM:
-        return f"{percent(best / each.samples_per_second)} of it" if each.samples_per_second else ""
-    if each.tie:
-        return "tie"
-    gain = each.gain_for(best) if each.samples_per_second else 0.0
-    return f"{gain * 100:+.{0 if abs(gain) >= 1 else 1}f} %"
+        return f"{percent(1 + gain)} of it"
+    size = write_gain(abs(gain), *(() if each.paired is not None else (best.figure, each.figure)))
+    return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
 
 
 def _versus_tone(text: str) -> Tone:
@@ -187,7 +189,7 @@ def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
-        spans = (*spans, Span(f", at most {duration(left)} left ", "dim"), *bar(used, 16, marks))
+        spans = (*spans, Span(f"{left_words(state)} ", "dim"), *bar(used, 16, marks))
     return (Line(pad(spans, width)),)
 
 

@@ -242,7 +242,26 @@ DEVICES = Grid(
     ),
     {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26},
 )
-_WITHOUT_WORK = DEVICES._replace(columns=tuple(column for column in DEVICE_COLUMNS if column.key != "work"))
+_READINGS = {  # of columns that aren't drawn where no device reports them
+    "sm": ("sm_percent",),
+    "tensor": ("tensor_percent",),
+    "dram": ("dram_percent",),
+    "temperature": ("temperature_celsius",),
+    "power": ("power_watts",),
+    "clock": ("clock_mhz",),
+    "throttled": ("throttled_percent",),
+    "links": tuple(f"{link}_{way}_bytes_per_second" for link in ("link", "pcie") for way in ("receive", "send")),
+}
+
+
+def _is_there(key: str, rows: Sequence[DeviceRow]) -> bool:
+    """Whether a device has anything in this column."""
+    if key == "work":
+        return any(row.work for row in rows)
+    fields = _READINGS.get(key, ())
+    return not (rows and fields) or any(
+        getattr(row.sample, field).state is not State.UNSUPPORTED for row in rows for field in fields
+    )
 
 
 def device_lines(
@@ -250,9 +269,11 @@ def device_lines(
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many rows as fit in `height`, and the first row shown; a host has a row of its own.
 
-    A lost device shows what happened instead of its figures. Own work has a column where a training tells it.
+    A lost device shows what happened instead of its figures. What no device reports, and own work that no training
+    tells, has no column.
     """
-    grid: Grid[Any] = DEVICES if any(isinstance(row, DeviceRow) and row.work for row in rows) else _WITHOUT_WORK
+    shown = [row for row in rows if isinstance(row, DeviceRow)]
+    grid: Grid[Any] = DEVICES._replace(columns=tuple(each for each in DEVICE_COLUMNS if _is_there(each.key, shown)))
 
     def draw(row: DeviceRow | HostRow, widths: Mapping[str, int], here: bool) -> Line:
         if isinstance(row, HostRow):

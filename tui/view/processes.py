@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot
+import msgspec
+
+from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 from evener.tui.text.formatting import rate
 from evener.tui.view.cells import Span, Tone, clean, cut
 from evener.tui.view.figures import figure, run_time, short, short_bytes, whole
@@ -17,11 +19,12 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """One row: the process, for how long it has run, the lines of the tree before its command."""
+    """One row: the process, for how long it has run, the lines of the tree before its command, whether it has gone."""
 
     sample: ProcessSample
     seconds: float | None = None
     branch: str = ""
+    ended: bool = False
 
 
 def _figure(
@@ -50,8 +53,9 @@ def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[
 
 def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
     program, space, rest = clean(row.sample.command).partition(" ")
+    program = f"ended: {program.rpartition('/')[2]}" if row.ended else program
     text = cut(program.rpartition("/")[2] + space + rest, width - len(row.branch), marks.ellipsis)
-    return Span(cut(row.branch, width, ""), "dim"), Span(text)
+    return Span(cut(row.branch, width, ""), "dim"), Span(text, "dim" if row.ended else "text")
 
 
 PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
@@ -85,13 +89,33 @@ def identity(sample: ProcessSample) -> Identity:
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
-def process_rows(snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False) -> tuple[ProcessRow, ...]:
-    """The processes that match `words`, sorted; as a tree with those that started them, each above its children."""
-    samples = (*snapshot.processes, *(snapshot.parents if tree else ()))
+def process_rows(
+    snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False, ended: Sequence[ProcessSample] = ()
+) -> tuple[ProcessRow, ...]:
+    """The processes that match `words`, sorted; as a tree with those that started them, each above its children.
+
+    Those that have `ended` since stand among them.
+    """
+    samples = (*snapshot.processes, *(snapshot.parents if tree else ()), *ended)
     kept = sorted((each for each in samples if not words or matches(process_words(each), words)), key=identity)
-    rows = [ProcessRow(each, snapshot.at_seconds - each.start_time if each.start_time else None) for each in kept]
+    rows = [
+        ProcessRow(
+            _as_old(each) if each in ended else each,
+            snapshot.at_seconds - each.start_time if each.start_time else None,
+            ended=each in ended,
+        )
+        for each in kept
+    ]
     ordered = sort_rows(PROCESS_COLUMNS, rows, order)
     return _as_tree(ordered) if tree else ordered
+
+
+def _as_old(sample: ProcessSample) -> ProcessSample:
+    """With its last figures as old ones."""
+    fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
+    figures = {field: reading for field in fields if (reading := getattr(sample, field)).value is not None}
+    old = {field: msgspec.structs.replace(reading, state=State.STALE) for field, reading in figures.items()}
+    return msgspec.structs.replace(sample, **old)
 
 
 def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:

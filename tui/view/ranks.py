@@ -1,23 +1,34 @@
-"""A training's ranks as rows, and what holds them up: silence, input, waiting, exchange, throttling, neighbours."""
+"""A training's ranks as rows, and what holds them up: silence, input, what lies between steps, waiting, neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from evener.devices.host.training_rates import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
-from evener.live_files import LiveDevice, Training
+from evener.live_files import Doing, LiveDevice, Training
 from evener.tui.text.formatting import duration, milliseconds, percent
 from evener.tui.view.cells import clean
 
 SILENT_STEPS = 3.0  # a report that is late by so many steps: the rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
+MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
+NOISE_ERRORS = 3.0  # from which ranks differ
 LEAST_PERCENT = 5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
+ORDER: tuple[Doing, ...] = get_args(Doing)
+AT = {  # the words for what a rank is at
+    "": "silent",
+    "own work": "in own work",
+    "sum": "waiting in the sum",
+    "update": "in the optimizer's step",
+    "between steps": "between steps",
+    "input": "waiting for data",
+}
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
@@ -33,13 +44,19 @@ class RankRow(msgspec.Struct, frozen=True):
     tokens_per_second: float
     own_work_s: float  # of a step, until the last gradient is ready
     waiting_s: float  # of a step, from there to the end of the backward pass
-    silent_s: float  # since the last report of a rank that went silent; 0 while it reports
+    silent_s: float  # for which its next report has been due; 0 while it reports
+    doing: Doing  # meanwhile; empty where nothing tells, as of a process that is stopped
+    batch: int  # that it does it with
+    input_s: float  # of a step, waiting for data
+    between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
+    least_waiting_s: float  # the lowest tenth of waiting
+    own_spread: float  # interquartile range of own work over its median
 
 
 class Cause(msgspec.Struct, frozen=True):
     """One thing that holds a training up."""
 
-    kind: Literal["silent", "input", "waiting", "exchange", "throttled", "neighbour"]
+    kind: Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
     text: str  # a sentence
 
 
@@ -68,14 +85,20 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             own_work_s=live.own_work_s,
             waiting_s=live.waiting_s,
             silent_s=silent_s,
+            doing=report.doing,
+            batch=report.batch,
+            input_s=report.input_s,
+            between_s=report.between_s,
+            least_waiting_s=live.least_waiting_s or live.waiting_s,
+            own_spread=live.own_spread,
         )
         yield RankPlace(row, live, sample)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """For how long a rank that went silent hasn't reported; 0 while it does."""
-    age = at_seconds - report.updated_at
-    return age if age > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
+    """For how long the next report of a rank that went silent has been due; 0 while it reports."""
+    late_s = report.late_seconds(at_seconds)
+    return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> dict[tuple[str, str], tuple[float, float]]:
@@ -97,15 +120,17 @@ def _name(live: LiveDevice) -> str:
 
 
 def find_causes(
-    ranks: Sequence[RankPlace], step_s: float, input_s: float, processes: Sequence[ProcessSample]
+    ranks: Sequence[RankPlace], step_s: float, processes: Sequence[ProcessSample], missing: int = 0
 ) -> tuple[Cause, ...]:
-    """What holds a training up, most certain first; `step_s` is 0 if unknown."""
+    """What holds a training up, most certain first; `step_s` is 0 if unknown, and so many ranks aren't seen."""
     rows = [place.row for place in ranks]
+    reporting = [row for row in rows if not row.silent_s]
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
     return (
-        *_silent(rows),
-        *_input(step_s, input_s),
-        *_waiting(rows, step_s),
+        *_silent(rows, missing),
+        *_input(reporting, step_s),
+        *_between(reporting, step_s),
+        *_waiting(reporting, step_s),
         *_throttled(ranks),
         *_neighbours(rows, processes),
     )
@@ -118,31 +143,84 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
-def _silent(rows: Sequence[RankRow]) -> Iterator[Cause]:
-    for row in rows:
-        if row.silent_s:
-            yield Cause("silent", f"{_name_rank(row, rows)} has been silent for {duration(row.silent_s)}.")
+def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
+    """Those that others wait for: what is stopped says nothing; else those that are least far."""
+    silent = [row for row in rows if row.silent_s]
+    held = [row for row in silent if row.doing]
+    least = min(map(_progress, held), default=None)
+    holding = [row for row in silent if not row.doing] or [row for row in held if _progress(row) == least]
+    unknown = missing or len(rows) > len(silent)  # what some are at
+    if len(rows) == len(holding) > 1 and {row.doing for row in rows} in ({each} for each in ORDER[1:]):
+        yield _late(max(held, key=lambda row: row.silent_s), f"All ranks{' seen here' * (missing > 0)} have", "")
+        return
+    for row in holding:
+        others = "; the others wait for it" if len(held) > sum(map(held.__contains__, holding)) else ""
+        if unknown and row.doing == "sum":
+            others = "; what the others are at isn't known yet"
+        yield _late(row, f"{_name_rank(row, rows)} has", others)
 
 
-def _input(step_s: float, input_s: float) -> Iterator[Cause]:
-    if step_s and input_s >= LEAST_PART * step_s:
-        yield Cause("input", f"Input takes {milliseconds(input_s)} of a step, {percent(input_s / step_s)}.")
+def _progress(row: RankRow) -> tuple[int, int]:
+    """How far it is; a batch may be asked for before what lies between steps, or after it."""
+    return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
+
+
+def _late(row: RankRow, who: str, others: str) -> Cause:
+    why = {"between steps": ", as for an evaluation or a checkpoint", "": ": stopped, or gone" * bool(others)}
+    words = f"{who} been {AT[row.doing]} for {duration(row.silent_s)}{why.get(row.doing, '')}{others}."
+    return Cause(row.doing if row.doing in ("input", "between steps") else "silent", words)
+
+
+def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
+    """Those that come to the sum last, about: what the others do before it is hidden."""
+    least_s = min((row.waiting_s for row in rows if row.own_work_s), default=0.0)
+    return [row for row in rows if not row.own_work_s or row.waiting_s <= least_s + LEAST_PART * step_s]
+
+
+def _longest(
+    rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
+) -> tuple[str, str, str, str] | None:
+    """Of a part of a step that holds it up: how long, which part, whose (empty: of all ranks), and who waits for it."""
+    row = max(_last(rows, step_s), key=seconds, default=None)
+    if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
+        return None
+    name = "" if min(map(seconds, rows)) >= seconds(row) / 2 else _name_rank(row, rows)
+    waited_s = max(each.waiting_s for each in rows) - row.waiting_s
+    others = "; the others wait for it" if name and waited_s >= LEAST_PART * step_s else ""
+    return milliseconds(seconds(row)), percent(seconds(row) / step_s), name, others
+
+
+def _input(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
+    if found := _longest(rows, step_s, lambda row: row.input_s):
+        took, part, name, others = found
+        subject = f"{name} waits for data for" if name else "Input takes"
+        yield Cause("input", f"{subject} {took} of a step, {part}{others}.")
+
+
+def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
+    if found := _longest(rows, step_s, lambda row: row.between_s):
+        took, part, name, others = found
+        subject = f"{name} takes {took} between steps" if name else f"Between steps {took} pass"
+        yield Cause("between steps", f"{subject}, {part} of the time, as for logging or clipping{others}.")
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """What unequal own work costs against ranks that finish together, and the exchange that isn't hidden."""
-    timed = [row for row in rows if row.own_work_s and not row.silent_s]
+    """What unequal own work costs against ranks that finish together, and the exchange that no rank can avoid."""
+    timed = [row for row in rows if row.own_work_s]
     if len(timed) < 2:
         return
-    slowest = max(timed, key=lambda row: row.own_work_s)
+    slowest = max(_last(timed, step_s), key=lambda row: row.own_work_s)
     shares = [row.share or 1 for row in timed]
     together = sum(shares) / sum(share / row.own_work_s for share, row in zip(shares, timed, strict=True))
-    if slowest.own_work_s - together >= LEAST_PART * step_s:
-        own, waiting = milliseconds(slowest.own_work_s), milliseconds(max(row.waiting_s for row in timed))
+    waited_s = max(row.waiting_s for row in timed) - slowest.waiting_s
+    noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(row.own_spread * row.own_work_s for row in timed)
+    if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
+        own, waited = milliseconds(slowest.own_work_s), milliseconds(waited_s)
         name = _name_rank(slowest, rows)
-        yield Cause("waiting", f"{name} takes {own} for its share; others wait up to {waiting} for it.")
-    if slowest.waiting_s >= LEAST_EXCHANGE * step_s:
-        yield Cause("exchange", f"Exchanging gradients takes {milliseconds(slowest.waiting_s)} that nothing hides.")
+        yield Cause("waiting", f"{name} takes {own} for its share; others wait up to {waited} for it.")
+    exchange_s = min(row.least_waiting_s for row in timed)
+    if exchange_s >= LEAST_EXCHANGE * step_s:
+        yield Cause("exchange", f"Exchanging gradients takes {milliseconds(exchange_s)} that nothing hides.")
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:

@@ -38,7 +38,7 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def _workload(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = row.workload.rpartition("/")[2] or row.trouble  # of a file, its name
+    text = row.named_workload.rpartition("/")[2] or row.trouble  # of a file, its name
     return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from evener.devices.types import DeviceSample
 from evener.tui.text.formatting import rate
-from evener.tui.view.cells import Line
+from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.charts import nice_ceiling
 from evener.tui.view.figures import samples_rate, short, watts
 from evener.tui.view.graphs import Graph, draw_graphs
@@ -22,11 +22,14 @@ Values = tuple[float | None, ...]
 def training_graph_lines(
     row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int, marks: Marks
 ) -> tuple[Line, ...]:
-    """As many graphs as fit; nothing where the monitor sees none of the devices."""
+    """As many graphs as fit, or why there are none."""
     devices = {rank.device for rank in row.ranks}
     keys = {sample.device.label: sample.device.key for sample in samples if sample.device.label in devices}
     most = max(1, width // LEAST_WIDTH)
-    graphs = _choose(row, keys, history, width, most * (height // LEAST_HEIGHT)) if keys else []
+    if not keys:
+        why = "The monitor sees none of its devices." if any(devices) else "The training names no device."
+        return text_lines(why, width, 1, "dim")[:height]
+    graphs = _choose(row, keys, history, width, most * (height // LEAST_HEIGHT))
     if not graphs:
         return ()
     columns = next((count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height), most)

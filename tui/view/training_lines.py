@@ -11,11 +11,12 @@ from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_line
 from evener.tui.view.charts import work_bar
 from evener.tui.view.marks import Marks
 from evener.tui.view.processes import NO_TRAINING
-from evener.tui.view.ranks import RankRow
+from evener.tui.view.ranks import AT, RankRow
 from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
 from evener.tui.view.trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
+WHOLE_PERCENT = 0.005  # an error below isn't shown
 WIDE = 110  # columns, from which the framework has its own
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
 _MOST_TEXT = 8  # beside graphs
@@ -127,7 +128,7 @@ def _part(seconds: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks]
 def _bar(longest_s: float) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
     def draw(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
         if row.silent_s:
-            return (Span(cut(f"silent for {duration(row.silent_s)}", width, marks.ellipsis), "bad"),)
+            return (Span(cut(f"{AT[row.doing]} for {duration(row.silent_s)}", width, marks.ellipsis), "bad"),)
         if not row.own_work_s:
             return (Span(cut("doesn't tell its own work", width, marks.ellipsis), "dim"),)
         return work_bar(row.own_work_s, row.waiting_s, longest_s, width, marks)
@@ -183,14 +184,15 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
     late = 0 < row.of_plan < AS_PLANNED
     lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
     if late and not row.causes:
-        lines += text_lines("No cause is seen: not input, waiting, throttling or a neighbour.", width, 2)
+        lines += text_lines("No cause is seen: not input, pauses, waiting, throttling or a neighbour.", width, 2)
     for cause in row.causes:
         lines += _marked(cause.text, "warn", marks.alarm, width)
     if row.advice is not None:
         shares = " + ".join(map(str, row.advice.shares))
         rule = "the plan's curves" if row.advice.by_curves else "the rows"
+        error = f" ± {percent(row.advice.error)}" if row.advice.error >= WHOLE_PERCENT else ""
         lines += _marked(
-            f"{shares} would give +{percent(row.advice.gain)}, if own work follows {rule}.",
+            f"{shares} would give +{percent(row.advice.gain)}{error}, if own work follows {rule}.",
             "good",
             marks.cursor,
             width,
@@ -217,7 +219,8 @@ def _figures(row: TrainingRow) -> str:
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
         spread = f"a step takes {time_words(row.step_s)}, quartiles {percent(row.step_spread)} apart"
-        sentences.append(f"{spread[0].upper()}{spread[1:]}; {time_words(row.input_s)} of it for input.")
+        between = f", {time_words(row.between_s)} between steps" if row.between_s else ""
+        sentences.append(f"{spread[0].upper()}{spread[1:]}; {time_words(row.input_s)} of it for input{between}.")
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)

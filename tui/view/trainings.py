@@ -11,7 +11,7 @@ from evener.live_files import ShareChange, Training
 from evener.plan_layout import is_curve
 from evener.rebalance import Advice, advise
 from evener.share_solver import join_curves, proportional_curves
-from evener.tui.view.ranks import Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
+from evener.tui.view.ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
 MOST_ROWS = 1 << 24  # of a step for which shares are looked for; reports are foreign figures
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
@@ -35,6 +35,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step_s: float
     step_spread: float  # interquartile range over the median
     input_s: float  # of a step, waiting for data
+    between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
     causes: tuple[Cause, ...]  # what holds it up, most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
@@ -64,7 +65,9 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
     speed = sum(row.samples_per_second for row in reporting)
     plan = max(each.plan_samples_per_second for each in reports)
     watts = _watts(places)
-    step_s, input_s = max(each.step_s for each in reports), max(each.input_s for each in reports)
+    step_s = max(each.step_s for each in reports)
+    causes = find_causes(places, step_s, snapshot.processes, missing)
+    uneven = not missing and any(cause.kind == "waiting" for cause in causes)
     return TrainingRow(
         training=newest.training,
         workload=newest.workload,
@@ -80,9 +83,10 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         of_plan=speed / plan if plan and not missing else 0.0,
         step_s=step_s,
         step_spread=max(each.step_spread for each in reports),
-        input_s=input_s,
-        causes=find_causes(places, step_s, input_s, snapshot.processes),
-        advice=None if missing else _advice(places, step_s),
+        input_s=max(each.input_s for each in reports),
+        between_s=max(each.between_s for each in reports),
+        causes=causes,
+        advice=_advice(places, step_s) if uneven else None,
         changes=max((each.changes for each in reports), key=len),
     )
 
@@ -107,4 +111,6 @@ def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
     if not all(LEAST_WORK_S < curve.seconds(share) < MOST_WORK_S for curve, share in zip(curves, shares, strict=True)):
         curves = proportional_curves(shares)
     in_passes = any(row.micro and row.micro < row.share for row in rows)
-    return advise(curves, shares, own_work_s, step_s, [place.live.most for place in places], in_passes)
+    found = advise(curves, shares, own_work_s, step_s, [place.live.most for place in places], in_passes)
+    error = 2 * MEDIAN_ERROR * max(row.own_spread for row in rows)
+    return msgspec.structs.replace(found, error=error) if found is not None and found.gain > error else None

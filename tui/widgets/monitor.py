@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from evener.devices.types import DeviceSample, Snapshot
+from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.tui.view.devices import device_lines, short_name
 from evener.tui.view.host_groups import HostRow, PanelRow, group_rows
 from evener.tui.view.monitor import graph_lines, panel_rows
@@ -15,6 +15,8 @@ from evener.tui.view.ranks import work_by_device
 from evener.tui.view.table import Order, Position
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import ListPanel, SortedPanel
+
+STAY_SECONDS = 4.0  # for which a process that has ended keeps its row
 
 
 class DevicePanel(ListPanel[PanelRow]):
@@ -87,6 +89,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
     def __init__(self) -> None:
         super().__init__("Processes", id="processes", order=Order("memory"))
         self.snapshot: Snapshot | None = None
+        self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
         self.as_tree = False
 
     def identity(self, row: ProcessRow) -> Identity:
@@ -94,15 +97,18 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return identity(row.sample)
 
     def take(self, snapshot: Snapshot) -> None:
-        """Show this snapshot."""
-        self.snapshot = snapshot
+        """Show this snapshot, and for a moment the processes that it doesn't have any more."""
+        self.snapshot, now = snapshot, snapshot.at_seconds
+        kept = {key: (each, at) for key, (each, at) in self._seen.items() if 0 <= now - at <= STAY_SECONDS}
+        self._seen = kept | {identity(each): (each, now) for each in snapshot.processes}
         self.redraw()
 
     def redraw(self) -> None:
         """Sort, filter, and rebuild the rows."""
         if self.snapshot is None:
             return
-        rows = process_rows(self.snapshot, self.order, self.words, tree=self.as_tree)
+        ended = [each for each, at in self._seen.values() if at != self.snapshot.at_seconds]
+        rows = process_rows(self.snapshot, self.order, self.words, tree=self.as_tree, ended=ended)
         nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
         self.show_rows(PROCESSES, rows, len(self.snapshot.processes), nothing)
 

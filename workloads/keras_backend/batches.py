@@ -47,7 +47,8 @@ class Stream:
         data = self._make(batch)
         if not isinstance(data, tf.data.Dataset):
             raise RequestError(
-                f"training_data() gives a {type(data).__name__} for a batch of {batch}.", "Give a tf.data.Dataset."
+                f"training_data() gives an object of type {type(data).__name__} for a batch of {batch}.",
+                "Give a tf.data.Dataset.",
             )
         found = next((rows_in(element) for element in data.take(1)), 0)
         if found != batch:
@@ -76,7 +77,7 @@ def as_training_data(given: Any) -> Rows | Stream:
         return Stream(given)
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise RequestError(
-            f"training_data() gives a {type(given).__name__}.",
+            f"training_data() gives an object of type {type(given).__name__}.",
             "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that makes one of n-row batches.",
         )
     return Rows(as_arrays(given))

@@ -50,7 +50,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.checks import needs_equal_passes
     from evener.huggingface.dealt_rows import find_lengths
-    from evener.huggingface.trainer import training_rows
+    from evener.huggingface.rows import training_rows
 
     optimizer = trainer.create_optimizer()
     parameters, most = list(trainer.model.parameters()), trainer.args.max_grad_norm
@@ -78,7 +78,7 @@ def _from_trainer(trainer: Any) -> Recipe:
         losses.append(loss.detach())
         return loss
 
-    rows, collate = training_rows(trainer)
+    rows, collate, _ = training_rows(trainer, trainer.get_train_dataloader)
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)

@@ -79,10 +79,12 @@ def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | No
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
     if not isinstance(module, torch.nn.Module):
-        raise RequestError(f"{name} gives a {type(module).__name__} as its module.", "Return a torch.nn.Module.")
+        raise RequestError(
+            f"{name} gives an object of type {type(module).__name__} as its module.", "Return a torch.nn.Module."
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
-            f"{name} gives a {type(optimizer).__name__} as its optimizer.",
+            f"{name} gives an object of type {type(optimizer).__name__} as its optimizer.",
             "Return one made over the module's parameters, such as torch.optim.Adam(module.parameters()).",
         )
     owned = {id(parameter) for parameter in module.parameters()}
@@ -91,7 +93,9 @@ def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | No
         raise RequestError(f"The optimizer of {name} updates nothing of its module.", "Make it over its parameters.")
     for key, each in (("loss", loss), ("sample_batch", sample)):
         if each is not None and not callable(each):
-            raise RequestError(f"{name} gives a {type(each).__name__} as its {key}.", "Return a function.")
+            raise RequestError(
+                f"{name} gives an object of type {type(each).__name__} as its {key}.", "Return a function."
+            )
     return Recipe(module, optimizer, loss, None if data is None else to_data(name, data)), sample
 
 
@@ -101,7 +105,7 @@ def to_data(name: str, given: Any) -> Data:
         return Data(*given)
     if given is None or isinstance(given, tuple | list | DataLoader | Loader):
         raise RequestError(
-            f"{name} gives a {type(given).__name__} as its training data.",
+            f"{name} gives an object of type {type(given).__name__} as its training data.",
             "Return the data set, or (data set, options), as you give them to split.loader.",
         )
     return Data(given)
@@ -118,4 +122,4 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
         return dict(zip(keys, result, strict=False))
     if not isinstance(result, torch.nn.Module) and all(hasattr(result, key) for key in _KEYS[:3]):
         return {key: getattr(result, key, None) for key in _KEYS}
-    raise RequestError(f"{name} gives a {type(result).__name__}.", _FORM)
+    raise RequestError(f"{name} gives an object of type {type(result).__name__}.", _FORM)

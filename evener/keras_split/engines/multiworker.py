@@ -200,10 +200,9 @@ class Workers:
 
     def describe(self, promised: float) -> Details:
         """What the monitor shows of this process; `promised` are the plan's samples/s."""
-        own, waiting, step, spread = self.times.summarize()
+        work, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
-        times = ((own, waiting),)
-        return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, times, changes)
+        return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, (work,), changes)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""

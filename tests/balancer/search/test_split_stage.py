@@ -101,7 +101,7 @@ def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the
     assert search.best() == best
 
 
-def test_the_best_single_device_is_known_by_the_batch_asked_for_if_none_races() -> None:
+def test_the_best_single_device_is_certain_by_the_batch_asked_for_if_none_races() -> None:
     """A comparison of splits alone still says what they gain over one device."""
     options = LayoutOptions(("even", "split"), scaling=False)
     search = Search(PAIR.problem(global_batch=1000), options).run(PAIR.measure)

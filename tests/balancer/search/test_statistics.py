@@ -28,7 +28,7 @@ def test_the_median() -> None:
         stats.median([])
 
 
-def test_one_timed_step_is_known_to_a_half() -> None:
+def test_one_timed_step_is_certain_to_a_half() -> None:
     interval = stats.interval_of([(1, 0.2)])
     assert (interval.low, interval.value, interval.high) == pytest.approx((0.1, 0.2, 0.3))
 

@@ -233,7 +233,7 @@ class Launched(Cost, frozen=True):
         return max(self.launch_s * work.passes, super().seconds_for(work))
 
 
-def test_a_fast_gpu_is_known_by_passes_in_which_tokens_show() -> None:
+def test_a_fast_gpu_is_certain_by_passes_in_which_tokens_show() -> None:
     """On two H200, passes of up to 16,000 tokens took 48 to 70 ms; by costs of those alone nothing was cut."""
     machine = TextMachine(
         (Launched(0.004, 3.7e-6, 0, 0.046), Launched(0.004, 6.2e-6, 0, 0.046)),

@@ -17,7 +17,7 @@ from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Timed, solo
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from evener.plan import BEST_SINGLE
-from tests.support import search_oracle
+from tests.support import machine_families, search_oracle
 from tests.support.machines import crawling_machine
 from tests.support.recording_prober import RecordingProber
 from tests.support.search_machines import Bench, benches
@@ -214,3 +214,16 @@ def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_devic
         if best is not None:
             assert true_rate(machine, best) >= 0.8 * alone  # the other device has 88 % of it
     assert interrupted.best() is not None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_share_of_the_plan_is_faster_than_its_device_was_alone(seed: int) -> None:
+    """Else a gain over one device alone, or a part of the sum of solos, is one over a figure that isn't its best."""
+    search, _ = searched(machine_families.machine("bent memory", 2, 0.005, seed), seed)
+    best, solos = search.best(), search.solos()
+    assert best is not None
+    for i in best.layout.active:
+        alone = solos[i]
+        assert alone is not None
+        own = best.layout.shares[i] / best.layout.global_batch * best.throughput.value
+        assert own <= 1.02 * alone.throughput.value

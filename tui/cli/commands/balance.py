@@ -127,14 +127,15 @@ def _outlook_lines(outlook: Outlook) -> list[str]:
     framework = "" if outlook.framework == "none" else f" ({outlook.framework})"
     what = "A simulated model" if outlook.simulated else f"{plain(outlook.workload)}{framework}"
     budget = outlook.budget_seconds
-    limit = "" if budget is None else f" of its budget of {duration(budget)}"
+    limit = "" if budget is None else f", of a budget of {duration(budget)}"
+    takes = duration(outlook.search_seconds) + (" of simulated time" if outlook.simulated else "")
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),
         f"{what} was {built} on {outlook.devices[0].label}: a step of {steps}.",
         "",
         *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
         "",
-        f"A search should take about {duration(outlook.search_seconds)}{limit}. Nothing was kept.",
+        f"A search should take about {takes}{limit}. Nothing was kept.",
     ]
 
 

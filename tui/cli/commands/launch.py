@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from evener.errors import RequestError
 from evener.tui.cli.options import RayAddressOption
 from evener.tui.launch.job import Job, make_job
-from evener.tui.text.formatting import plain
+from evener.tui.text.formatting import duration, plain, write_share
 from evener.tui.text.launch_line import write_line
 from evener.tui.text.parsing import parse_duration
 
@@ -52,12 +54,31 @@ def launch(
         from evener.tui.launch.cluster import launch_on_cluster
 
         return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
-    from evener.tui.launch.restarts import run_job
+    from evener.tui.launch.output import named_output
+    from evener.tui.launch.restarts import run_job, say
 
     job = make_job(plan, script, host, rendezvous, wait_seconds)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
-    return run_job(job, max_restarts)
+    say(f"{_name(job)} starts: {_list_shares(job)}")
+    began = time.monotonic()
+    with named_output(job.names) as output:
+        code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
+    if not code:
+        say(f"{_name(job)} has ended, after {duration(time.monotonic() - began)}")
+    return code
+
+
+def _name(job: Job) -> str:
+    """The script without its folder, or -m and the module."""
+    return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
+
+
+def _list_shares(job: Job) -> str:
+    """5 rows on CPU:0, 2 × 410 on GPU:1."""
+    devices = (device for process in job.processes for device in process)
+    pairs = zip(job.own, devices, strict=True)
+    return ", ".join(f"{write_share(share.batch, share.micro)} rows on {device.label}" for share, device in pairs)
 
 
 def _say_other_hosts(job: Job, max_restarts: int) -> None:
@@ -66,5 +87,7 @@ def _say_other_hosts(job: Job, max_restarts: int) -> None:
     for other in job.hosts:
         if other != job.host:
             place = ["--host", other, "--rendezvous", "{}:{}".format(*job.meeting)]
-            line = write_line([*restarts, *place, str(job.path), *job.command])
+            script, *words = job.command
+            script = script if script == "-m" else str(Path(script).absolute())
+            line = write_line([*restarts, *place, str(job.path), script, *words])
             print(f"evener: on {plain(other)} run: {plain(line)}", file=sys.stderr, flush=True)

@@ -23,7 +23,6 @@ from evener.tui.cli.options import (
     OUTPUT,
     AsciiOption,
     DevicesOption,
-    JsonOption,
     RayAddressOption,
     ReadonlyOption,
     ReplayOption,
@@ -48,8 +47,8 @@ app = typer.Typer()
 def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
-    as_json: JsonOption = False,
-    as_csv: Annotated[bool, OUTPUT("--csv", help="Print one line for each device.")] = False,
+    as_json: Annotated[bool, OUTPUT("--json", help="Print one JSON object, with -i one on each line.")] = False,
+    as_csv: Annotated[bool, OUTPUT("--csv", help="Print a line for each device, with -i for each reading.")] = False,
     interval: Annotated[
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,

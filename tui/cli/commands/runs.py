@@ -105,7 +105,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
     figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
     seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
-    workload = plain(summary.workload, _WIDEST_TEXT)
+    workload = plain(summary.named_workload, _WIDEST_TEXT)
     probes = str(summary.probes) if summary.kind == "search" else "-"
     return (summary.run, summary.state, workload, devices, ratios or "-", probes, seconds, figure)
 

@@ -1,0 +1,93 @@
+"""What a chosen layout is compared with: every other layout that ran, by its rate or in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.balancer.result.gains import is_comparable, printed_gain
+from evener.balancer.result.layout_names import name_all
+from evener.balancer.search.layouts import Candidate, is_even
+from evener.balancer.search.ranking import Standing, overlap
+from evener.balancer.types import Interval, Result
+
+
+class Rival(msgspec.Struct, frozen=True):
+    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1; `paired` in turn."""
+
+    candidate: Candidate
+    throughput: Interval
+    gain: float
+    tie: bool = False
+    unclear: bool = False
+    paired: bool = False
+    compared: bool = True  # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
+
+    @property
+    def family(self) -> str:
+        """Of layouts without other knobs; "knobs" for the others."""
+        return "knobs" if self.candidate.layout.knobs else self.candidate.family
+
+    def gain_of(self, chosen: Result) -> float:
+        """As the two printed rates give it, or as measured in turn."""
+        return self.gain if self.paired else printed_gain(chosen.throughput.value, self.throughput.value)
+
+
+def list_rivals(
+    chosen: Result, ranking: Sequence[Standing], results: Sequence[Result] = (), single: Result | None = None
+) -> tuple[Rival, ...]:
+    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else by throughput.
+
+    Against one device or a pack, the fastest split of the `results` comes first, though it may not have been raced;
+    the best `single` device comes last, if it wasn't.
+    """
+    won = ranking and ranking[0].candidate.layout == chosen.layout
+    others = [one for one in ranking if one.candidate.layout != chosen.layout]
+    raced = any(one.candidate.family == "solo" for one in ranking) or (single and single.layout == chosen.layout)
+    return (
+        *_fastest_split(chosen, ranking, results),
+        *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
+        *([compare(chosen, Candidate("solo", single.layout), single.throughput)] if single and not raced else ()),
+    )
+
+
+def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
+    splits = [one for one in results if one.layout.kind == "split" != chosen.layout.kind]
+    found = [compare(chosen, Candidate("split", one.layout), one.throughput) for one in splits]
+    fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
+    raced = [one.candidate.layout for one in ranking]
+    return [fastest] if fastest and fastest.candidate.layout not in raced else []
+
+
+def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:
+    """By the two rates; by the turns that both took, where the rates tie or say another gain."""
+    own, layout = chosen.throughput, rival.layout
+    comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
+    if layout == chosen.layout or not comparable:
+        return Rival(rival, figure, 0.0, compared=False)
+    gain, tie = own.value / figure.value - 1, overlap(own, figure)
+    if in_turn is None or in_turn.against is None:
+        return Rival(rival, figure, gain, tie)
+    against = in_turn.against
+    low, value, high = (1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low))
+    if in_turn.tie or low <= 0 <= high:
+        return Rival(rival, figure, gain, True, in_turn.unclear)
+    paired = tie or not low <= gain <= high
+    return Rival(rival, figure, value if paired else gain, paired=paired)
+
+
+def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
+    """A name for each, beside the chosen layout's own."""
+    layout = chosen.layout
+    family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
+    return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
+
+
+def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
+    """The fastest layout of one training with more samples, if it is faster than the chosen one."""
+    if chosen.layout.kind not in ("solo", "split"):
+        return None
+    faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
+    larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]
+    return min(larger, key=lambda one: one.gain, default=None)

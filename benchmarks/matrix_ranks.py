@@ -1,0 +1,41 @@
+"""What benchmarks.trainer_matrix runs in processes: the cases of tests/support/matrix_parts.py, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate  # noqa: F401 - imported before the ranks are forked
+import lightning.pytorch  # noqa: F401 - the same
+import torch
+import torch._dynamo
+import transformers
+
+import tests.support.trl_programs  # noqa: F401 - the same
+from benchmarks.chunks import say
+from tests.support.matrix_trainings import train_bare, train_planned
+
+transformers.logging.set_verbosity_error()
+
+
+def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
+    """Bare, in this process."""
+    torch.set_num_threads(1)
+    for name in names:
+        say(folder / "reference_all0.jsonl", name, partial(keep, folder, name))
+
+
+def keep(folder: Path, name: str) -> dict[str, Any]:
+    """Train a case and keep what it ended with."""
+    torch.save(train_bare(name), folder / f"{name}.pt")
+    return {}
+
+
+def plan_all(folder: Path, rank: int, names: Sequence[str], references: dict[str, str]) -> None:
+    """By a plan, as one rank; `references` names the bare training of each case."""
+    torch.set_num_threads(1)
+    for name in names:
+        kept = folder / f"{references[name]}.pt"
+        say(folder / f"plan_all{rank}.jsonl", name, partial(train_planned, name, torch.load(kept)))

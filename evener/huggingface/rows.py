@@ -1,0 +1,66 @@
+"""Which rows a Trainer trains on, and in which order: its own, or those of its own training loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import Trainer
+
+from evener.errors import RequestError
+from evener.torch_split.row_order import RowOrder
+
+
+def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """The training data, their collator, and their sampler where the trainer's class makes a loader of its own."""
+    if _has_own_loader(trainer):
+        return _own_rows(trainer, make_loader)
+    dataset = trainer.train_dataset
+    if dataset is None:
+        raise RequestError("The trainer has no train_dataset.", "Give one.")
+    if hasattr(dataset, "column_names"):  # of the library datasets
+        return trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator, None
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description="training"), None
+
+
+def _has_own_loader(trainer: Any) -> bool:
+    kinds = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("evener."))
+    return next(kind for kind in kinds if "get_train_dataloader" in vars(kind)) is not Trainer
+
+
+def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    prepare = trainer.accelerator.prepare
+    trainer.accelerator.prepare = lambda loader: loader  # which would share the rows out
+    try:
+        loader = make_loader()
+    finally:
+        trainer.accelerator.prepare = prepare
+    plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not plain or type(loader.batch_sampler) is not BatchSampler:
+        name = type(trainer).__bases__[-1].__name__
+        raise RequestError(
+            f"{name}.get_train_dataloader gives a {type(loader).__name__} that makes its batches itself, and the plan"
+            " decides which rows are in a batch.",
+            "Return a DataLoader with a sampler, or leave the method out.",
+        )
+    return loader.dataset, loader.collate_fn, loader.sampler
+
+
+def make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
+    """The rows of each epoch as the bare trainer draws them in one process; None for their own order.
+
+    The seed of a random order is `data_seed`, else the one that the process was seeded with last, on the first rank.
+    """
+    if sampler is None or type(sampler) is SequentialSampler:
+        return None
+    seed = trainer.args.data_seed
+    if seed is None:
+        seed = int(trainer.accelerator.gather(torch.tensor([torch.initial_seed()], device=trainer.args.device))[0])
+    if type(sampler) is RandomSampler and sampler.generator is None:
+        sampler = SeedableRandomSampler(
+            sampler.data_source, replacement=sampler.replacement, num_samples=sampler._num_samples, data_seed=seed
+        )
+    return RowOrder(sampler, rows, seed)

@@ -1,0 +1,125 @@
+"""The losses of a batch and of its parts as PyTorch computes them: the figures from which a loss is judged.
+
+Computed without gradients, in float32 or better, as in training: BatchNorm takes its running statistics, and every row
+draws the same random numbers. Nothing of it is left in the model, the trainer or the random state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from evener.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
+from evener.torch_split.even_randomness import SEED, EvenRandomness
+from evener.torch_split.kept_state import kept_attributes, kept_state, seed_all
+
+HALF_ROUNDING = 2e-2  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits
+_HALF = {torch.float16, torch.bfloat16}
+Compute = Callable[[Any], Any]  # of a batch: its loss, a number or a tensor of one
+
+
+class LossMeasure:
+    """Computes losses within `open`; `rounding` is the part of a loss by which two computations may differ.
+
+    `model` is what trains; `holders` are other objects that computing a loss changes, such as a trainer. `changed` are
+    the names of buffers that a pass changes.
+    """
+
+    def __init__(self, model: torch.nn.Module, holders: Sequence[Any] = ()) -> None:
+        self.rounding = FLOAT32_ROUNDING
+        self.changed: set[str] = set()
+        self._model, self._holders = model, holders
+        self._randomness = EvenRandomness()
+        self._with_gradients = False
+
+    @contextmanager
+    def open(self, training: bool = True, shaken: bool = False) -> Iterator[LossMeasure]:
+        """Within it, `compute` leaves no trace; `training`: with what models do in training only.
+
+        `shaken`: the weights are moved a little, as weights that are all zero give every row the same loss.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(kept_state([self._model, *self._holders]))
+            torch.manual_seed(SEED)
+            stack.enter_context(_full_precision(self._model, shaken))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for module in self._model.modules():
+                module.training = training and not isinstance(module, _BatchNorm)
+            yield self
+
+    @property
+    def draws(self) -> int:
+        """How often the newest pass drew random numbers of PyTorch."""
+        return self._randomness.draws
+
+    def compute(self, function: Compute, batch: Any, seed: int = SEED) -> float:
+        """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
+        seed_all(seed)
+        self._randomness.begin()
+        with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
+            before = self._list_states()
+            loss = self._call(function, batch)
+            self.changed |= {name for name, state in self._list_states().items() if before.get(name) != state}
+        if loss is None:
+            return float("nan")
+        self.rounding = self._find_rounding(loss)
+        return float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
+
+    def _list_states(self) -> dict[str, tuple[int, int]]:
+        """What tells that a buffer was changed, by name; BatchNorm's are left as they are here."""
+        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
+
+    def _find_rounding(self, loss: Any) -> float:
+        kinds = self._randomness.kinds
+        if kinds & _HALF:
+            return HALF_ROUNDING
+        if getattr(loss, "dtype", None) != torch.float64:
+            return FLOAT32_ROUNDING
+        return MIXED_ROUNDING if torch.float32 in kinds else FLOAT64_ROUNDING
+
+    def _call(self, function: Compute, batch: Any) -> Any:
+        if not self._with_gradients:
+            try:
+                with torch.no_grad(), self._randomness:
+                    return function(batch)
+            except RuntimeError as error:
+                if "grad" not in str(error):
+                    raise
+                self._with_gradients = True  # a loss of gradients, such as a gradient penalty
+        with torch.enable_grad(), self._randomness:
+            return function(batch)
+
+
+@contextmanager
+def _full_precision(model: torch.nn.Module, shaken: bool) -> Iterator[None]:
+    """Weights of 16 bits as float32, no autocast, no TF32."""
+    swapped: list[tuple[Any, Any]] = []
+    entered = torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            moved = shaken and tensor.requires_grad and tensor.is_floating_point()
+            if (moved or tensor.dtype in _HALF) and type(tensor.data) is torch.Tensor:
+                swapped.append((tensor, tensor.data))
+                tensor.data = _shake(tensor.data) if moved else tensor.data.float()
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.amp.autocast_mode.autocast.__enter__ = lambda self: self
+        torch.amp.autocast_mode.autocast.__exit__ = lambda *_: None
+        yield
+    finally:
+        torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__ = entered
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+        for tensor, data in swapped:
+            tensor.data = data
+
+
+def _shake(data: torch.Tensor) -> torch.Tensor:
+    whole = data.float() if data.dtype in _HALF else data
+    return whole + 0.05 * torch.randn_like(whole)

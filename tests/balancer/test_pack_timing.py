@@ -1,0 +1,61 @@
+"""The time of trainings side by side: nothing counts that one did while another didn't train."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from evener.balancer.probes.child_group import ChildGroup, RankMap
+from evener.balancer.probes.local_host import LocalHost
+from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
+from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps
+from evener.balancer.types import Layout, Probe
+
+STEP = 0.02  # seconds, while both train; alone it takes half of that
+
+
+class Pair:
+    """Two trainings on one device; the second one builds for its first commands, while the first has it alone."""
+
+    ranks, fresh, import_seconds = RankMap((0, 0)), False, 0.0
+
+    def __init__(self, builds: int) -> None:
+        self.builds, self.blocks = builds, list[RunSteps]()
+
+    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+        asked = command(0)
+        if isinstance(asked, Prepare):
+            return [Prepared(STEP), Prepared(STEP)]
+        assert isinstance(asked, RunSteps)
+        self.blocks.append(asked)
+        if len(self.blocks) <= self.builds:
+            return [ran(100, 100 * STEP / 2), ran(1, 100 * STEP / 2)]
+        return [ran(20, 20 * STEP), ran(20, 20 * STEP)]
+
+
+def ran(steps: int, seconds: float) -> Ran:
+    return Ran(steps, seconds, seconds, 0.0, (None,))
+
+
+@pytest.mark.parametrize("builds", [0, 2])
+def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None:
+    """And in blocks of some steps, as they don't end together."""
+    probe, pair = Probe(Layout("pack", (8,), processes=2), "pack", 2.0), Pair(builds)
+    progress = ProgressReporter(probe, lambda _: None, time.monotonic)
+    monitor = cast(LocalHost, Watch())
+    found = Measurement(probe, cast(ChildGroup, pair), Timeouts(), progress, monitor)
+    timed = found.run(threading.Event(), time.monotonic(), 0, ())
+    assert timed.step_seconds == pytest.approx(STEP)
+    assert not timed.warnings
+    assert all(each.seconds >= 3 * STEP for each in pair.blocks)
+
+
+class Watch:
+    """Devices that tell nothing."""
+
+    def read(self, _positions: object) -> dict[int, object]:
+        return {}

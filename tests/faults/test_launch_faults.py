@@ -1,0 +1,114 @@
+"""`evener launch` killed at random moments, and trainings that end in odd ways: real processes, no framework."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.errors import PlanError
+from evener.plan import load_plan
+from tests.support.killed_launchers import list_processes
+from tests.support.launched_plan import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLS = int(os.environ.get("EVENER_KILLS", "24"))  # random moments; 200 and more by hand
+SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))  # until all has gone: 5 on a machine that isn't busy
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose processes are killed behind the test."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    yield tmp_path
+    for words in list_processes(tmp_path):
+        os.kill(int(words.split()[0]), signal.SIGKILL)
+
+
+def test_a_killed_launcher_leaves_nothing_behind(folder: Path) -> None:
+    """No rank, nothing that a rank has started, and no temporary folder, after `kill -9` at any moment."""
+    module, seed = "tests.support.killed_launchers", os.environ.get("EVENER_SEED", "1")
+    words = [sys.executable, "-m", module, str(folder), str(KILLS), seed, str(SECONDS)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120 + KILLS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+LEAVER = """
+import os, sys, time
+rank, folder = os.environ["EVENER_DEVICE"][4], os.path.dirname(__file__)
+if rank == "0":
+    sys.exit(0)  # in mid-epoch
+while not os.path.exists(f"{folder}/plan.toml"):
+    time.sleep(0.01)
+time.sleep(0.5)  # it notices only later that nobody answers
+sys.exit("connection closed by peer")
+"""
+CHANGER = """
+import os, pathlib, signal
+if os.environ["EVENER_DEVICE"] == "cpu-0-of-2":
+    path = pathlib.Path(os.environ["EVENER_PLAN"])
+    path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+def launch(folder: Path, script: str, *options: str, framework: str = "tensorflow") -> subprocess.CompletedProcess[str]:
+    """A script on two slices, by evener launch."""
+    (folder / "train.py").write_text(script)
+    engine = "multiworker" if framework == "tensorflow" else ""
+    plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(folder / "plan.toml")
+    words = [sys.executable, "-m", "evener", "launch", *options, "plan.toml", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
+def test_a_rank_that_leaves_in_mid_epoch_is_the_one_that_is_named(folder: Path, framework: str) -> None:
+    """Of own children and of PyTorch's agent: the others only fail because of it."""
+    if framework == "torch":
+        pytest.importorskip("torch")
+    done = launch(folder, LEAVER, framework=framework)
+    said = [line for line in done.stderr.splitlines() if line.startswith("evener: ")]
+    words = "evener: rank 0 left with exit code 0, and rank 1 ended with exit code 1; the others were stopped"
+    assert (done.returncode, said) == (1, [words])
+
+
+def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
+    done = launch(folder, CHANGER, "--max-restarts", "2")
+    assert done.returncode == 2
+    assert "plan.toml has changed since the training began. " in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: Path) -> None:
+    """Before anything starts; a script that imports both, or is broken, is Python's to judge."""
+    for framework, script, words in (
+        ("torch", "import keras", "for PyTorch, and train.py trains with TensorFlow. "),
+        ("tensorflow", "from transformers import Trainer", "for TensorFlow, and train.py trains with PyTorch. "),
+    ):
+        done = launch(folder, script, framework=framework)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert words in done.stderr
+    done = launch(folder, "import )")
+    assert "SyntaxError" in done.stderr
+
+
+def test_a_pipe_as_a_plan_is_one_sentence(folder: Path) -> None:
+    """Each process would have to read it; nobody writes to it either."""
+    os.mkfifo(folder / "plan.toml")
+    (folder / "train.py").touch()
+    words = [sys.executable, "-m", "evener", "launch", "plan.toml", "train.py"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "isn't a file" in done.stderr
+    with pytest.raises(PlanError, match="Nothing is written to the pipe"):
+        load_plan(folder / "plan.toml")

@@ -1,0 +1,83 @@
+"""The state folder under odd conditions: a umask that lets the group write, a full disk, no locks on it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.balancer.store.locks import lock_devices, lock_run
+from evener.devices.discover import discover
+from evener.errors import RequestError
+from evener.live_files import live_folders, prepare_folder
+from evener.state_folders import runs_folder, state_folder
+from evener.tui.cli.main import run
+from evener.tui.runtime.crash_log import write_crash_log
+from tests.support.small_disk import fill
+
+
+@pytest.fixture
+def group_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A umask of 002, as where each user has a group of his own; no folder for runtime files."""
+    earlier = os.umask(0o002)
+    monkeypatch.delenv("EVENER_LIVE_DIR", raising=False)
+    monkeypatch.setattr("evener.live_files._is_private", lambda _: False)
+    yield
+    os.umask(earlier)
+
+
+@pytest.mark.usefixtures("group_writes")
+@pytest.mark.parametrize("first", ["a training", "a crash", "a search"])
+def test_whoever_makes_the_state_folder_makes_it_private(own_state: Path, first: str) -> None:
+    if first == "a training":
+        prepare_folder(live_folders()[0])
+    elif first == "a crash":
+        assert write_crash_log(ValueError("a defect"))
+    assert runs_folder() == own_state / "evener" / "runs"
+    made = [own_state, *(path for path in own_state.rglob("*") if path.is_dir())]
+    assert len(made) >= (3 if first == "a search" else 4)
+    assert {oct(path.stat().st_mode & 0o777) for path in made} == {"0o700"}
+
+
+def test_a_folder_of_ones_own_that_others_may_write_is_said_with_what_mends_it(own_state: Path) -> None:
+    state_folder().chmod(0o775)
+    with pytest.raises(RequestError, match="may be written by others") as fault:
+        runs_folder()
+    assert f"chmod 700 {own_state / 'evener'}" in fault.value.remedy
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_disk_without_room_for_a_lock_is_one_sentence(
+    small_disk: Path, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The lock's file can be made, and what is written into it can't."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
+    words = ["balance", "--devices", "cpu", "--workload", "synthetic", *more]
+    runs_folder()
+    fill(small_disk, 0)
+    assert run(words) == 2
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err
+    if more:
+        assert "No space left" in json.loads(said.out)["error"]["message"]
+    else:
+        (line,) = said.err.strip().splitlines()
+        assert "No space left" in line
+
+
+def test_a_file_system_without_locks_is_not_a_run_that_is_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    (runs_folder() / "one").mkdir(mode=0o700)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for take in (lambda: lock_run("one"), lambda: lock_devices("one", discover("cpu").devices)):
+        with pytest.raises(RequestError, match="No locks available") as fault:
+            take()
+        assert "XDG_STATE_HOME" in fault.value.remedy

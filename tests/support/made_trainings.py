@@ -1,0 +1,62 @@
+"""Made-up trainings: what each rank does with its time, and the records that its steps would leave."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from evener.live_files import Doing, LiveDevice, Training
+from evener.live_times import middle, spread, sum_up
+from tests.support.trainings import AT_SECONDS
+
+STEPS = 25
+
+
+class Habit(msgspec.Struct, frozen=True):
+    """A rank's milliseconds of a step; `silence` is how long its next record has been due."""
+
+    own: float = 100
+    input: float = 0
+    before: float = 0  # the optimizer's step, after the backward pass
+    update: float = 2
+    after: float = 0  # it, before the next batch
+    noise: float = 0  # of own work: standard deviation over its mean
+    rows: int = 512
+    silence: float = 0  # seconds
+    doing: Doing = ""  # then
+    batch: int = 0
+    disk: float = 0.5  # seconds between two records
+    old: bool = False  # it writes records of the first version
+
+
+def make_training(habits: Sequence[Habit], exchange: float = 1, seed: int = 0) -> tuple[Training, ...]:
+    """The newest record of each rank, after some steps: all leave a sum of gradients at the same time."""
+    draw = random.Random(seed)
+    free = [0.0] * len(habits)  # when each asks for its next batch
+    steps: list[list[tuple[float, ...]]] = [[] for _ in habits]
+    for _ in range(STEPS):
+        own = [each.own * max(0.2, draw.gauss(1, each.noise)) for each in habits]
+        ready = [at + each.input + work for at, each, work in zip(free, habits, own, strict=True)]
+        left = max(ready) + exchange if len(habits) > 1 else ready[0]
+        for rank, each in enumerate(habits):
+            ended = left + each.before + each.update + each.after
+            steps[rank].append(
+                (own[rank], left - ready[rank], each.input, each.before + each.after, ended - free[rank])
+            )
+            free[rank] = ended
+    return tuple(_record(rank, each, steps[rank], len(habits)) for rank, each in enumerate(habits))
+
+
+def _record(rank: int, habit: Habit, steps: Sequence[tuple[float, ...]], world: int) -> Training:
+    own, waiting, inputs, between, step = ([value / 1e3 for value in each] for each in zip(*steps, strict=True))
+    step_s = middle(step)
+    times = sum_up(own, waiting if world > 1 else ())
+    live = LiveDevice(f"gpu-{rank}", rank, habit.rows, habit.rows / step_s, habit.rows, **times._asdict())
+    due_at = AT_SECONDS - habit.silence if habit.silence else AT_SECONDS + 0.2
+    facts: dict[str, Any] = {"step_s": step_s, "step_spread": spread(step), "input_s": middle(inputs)}
+    facts |= {"between_s": middle(between), "training": "t", "rank": rank, "world": world, "pid": 4000 + rank}
+    facts |= {} if habit.old else {"due_at": due_at, "doing": habit.doing, "batch": habit.batch}
+    return Training("torch", "train.py", live.samples_per_second, STEPS, due_at - habit.disk, (live,), **facts)

@@ -1,0 +1,41 @@
+"""Searches on random devices with noise, as far as their plans and verdicts: for what is printed of them."""
+
+from __future__ import annotations
+
+import random
+
+from evener.balancer.probes.prober import Facts
+from evener.balancer.request import Request
+from evener.balancer.result.outcome import Outcome, build_outcome
+from evener.balancer.search.decisions import Stop
+from evener.balancer.store.journal import Header
+from evener.devices.types import Device
+from tests.support.search_machines import Bench, noisy
+
+NOISE = (0.001, 0.005, 0.02, 0.08, 0.2)
+
+
+def draw_outcome(chance: random.Random) -> tuple[Outcome, tuple[str, ...]]:
+    """A search of one to four devices, with the labels of its devices."""
+    bench = _draw_bench(chance)
+    batch = chance.choice([None, None, 64, 256, 1500])
+    if batch is not None and sum(most for *_, most in bench.devices) < batch:
+        batch = None
+    budget = chance.choice([None, 20.0, 60.0, 120.0])
+    noise, seed = chance.choice(NOISE), chance.randrange(1 << 30)
+    search, seen = noisy(bench, noise, seed, global_batch=batch, budget_seconds=budget)
+    labels = tuple(f"SIM:{i}" for i in range(len(bench.devices)))
+    devices = tuple(Device(f"sim-{i}", i, "made up", "sim", None) for i in range(len(bench.devices)))
+    request = Request(global_batch=batch)
+    header = Header("20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0")
+    found = build_outcome(header, search, seen, Facts(), search.why_stopped() or Stop.CUT_OFF.value, 60.0)
+    assert found is not None
+    return found, labels
+
+
+def _draw_bench(chance: random.Random) -> Bench:
+    def device() -> tuple[float, float, int, int]:
+        fixed = chance.uniform(0.5, 50.0)
+        return fixed, chance.uniform(0.05, 2.0), chance.choice([0, 0, 40, 150]), chance.randrange(8, 2000)
+
+    return Bench(tuple(device() for _ in range(chance.randint(1, 4))), chance.choice([0.0, 0.002, 0.05]))

@@ -1,0 +1,13 @@
+"""A disk with little room."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def fill(folder: Path, spare_bytes: int) -> None:
+    """Leave about so much room."""
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    with (folder / "filler").open("wb") as stream:
+        stream.write(b"x" * max(0, free - spare_bytes))

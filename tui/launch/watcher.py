@@ -1,0 +1,49 @@
+"""The process that outlives a launcher: `python watcher.py RUN FOLDER`, with a pipe from the launcher as its input.
+
+Unless the launcher says that all is well, what is left of its training ends with it, however that ended. It imports
+nothing of evener, so that it is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import ExitStack, suppress
+
+GRACE_SECONDS = 3.0  # that ranks have after the kernel's SIGTERM
+LONGEST_SECONDS = 10.0  # a process that hangs in a driver can't be ended
+POLL_SECONDS = 0.2
+WELL = b"well"
+MARK = "EVENER_RUN"  # as in evener.launched; all that a rank starts inherits it
+
+
+def main() -> None:
+    """Wait for the end of the launcher, then end its training, and remove its folder."""
+    run, folder = sys.argv[1:]
+    if sys.stdin.buffer.read() != WELL:
+        began = time.monotonic()
+        while (age := time.monotonic() - began) < LONGEST_SECONDS and find_and_signal(run, age > GRACE_SECONDS):
+            time.sleep(POLL_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_and_signal(run: str, kill: bool) -> bool:
+    """Whether a process of the run is left; it is killed if asked for."""
+    found = False
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError), ExitStack() as stack:  # of another user, or gone
+            held = os.pidfd_open(int(name))  # so that no other process can have its number
+            stack.callback(os.close, held)
+            with open(f"/proc/{name}/environ", "rb") as stream:
+                ours = f"{MARK}={run}".encode() in stream.read().split(b"\0")
+            found = found or ours
+            if ours and kill:
+                signal.pidfd_send_signal(held, signal.SIGKILL)
+    return found
+
+
+if __name__ == "__main__":
+    main()
