@@ -78,7 +78,8 @@ def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds
         triple = keras.utils.unpack_x_y_sample_weight(data)
         with tf.device(device):
             batch = tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
-            found = measure(engine.model, batch, training, _is_partial(engine, training))
+            whole = int(first.rows) if isinstance(first, OwnRows) else 0
+            found = measure(engine.model, batch, training, _is_partial(engine, training), whole)
         text = msgspec.json.encode(found)
     return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
 

@@ -34,8 +34,8 @@ class CallResult(NamedTuple):
     states: dict[int, Any]  # new values by place
 
 
-def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKinds:
-    """What is found with the first rows of a batch, (x, y, weight); `partial`: parts of the batch have own losses.
+def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
+    """What is found with the first rows, (x, y, weight), of a batch of `whole`; `partial`: its parts have own losses.
 
     What fails on the whole batch too says nothing here: the step will say it, and else there was a warning.
     """
@@ -50,10 +50,10 @@ def measure(model: Any, data: Tensors, training: bool, partial: bool) -> PartKin
         data, batch = tf.nest.map_structure(_add_row, data), 2
     rows = min(batch, MOST_ROWS)
     try:
-        whole = _call(model, cut_rows(data[0], 0, rows), training)
+        result = _call(model, cut_rows(data[0], 0, rows), training)
     except Exception as error:
-        return _fault_of_rows(model, data[0], training, rows, batch, error)
-    return _compare(model, cut_rows(data, 0, rows), rows, whole, training, partial)
+        return _fault_of_rows(model, data[0], training, rows, whole, error)
+    return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial)
 
 
 def _add_row(row: Any) -> Any:
@@ -62,14 +62,17 @@ def _add_row(row: Any) -> Any:
 
 def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
     """What it means that some rows can't be computed alone."""
+    own = int(keras.tree.flatten(x)[0].shape[0])
     try:
-        if rows == batch:
+        if rows >= own:
             raise error
         _call(model, x, training)
-    except Exception as whole:
-        warn(f"{model.name} couldn't be checked before its first step: {first_line(whole)}")
+    except Exception as fault:
+        if own < batch and isinstance(fault, tf.errors.InvalidArgumentError):  # as the shapes of a part don't fit
+            return PartKinds(fault=f"{own} of a batch's {batch} rows can't be computed alone: {first_line(fault)}")
+        warn(f"{model.name} couldn't be checked before its first step: {first_line(fault)}")
         return PartKinds()
-    return PartKinds(fault=_say_alone(rows, batch, error))
+    return PartKinds(fault=_say_alone(rows, own, error))
 
 
 def _say_alone(rows: int, batch: int, error: Exception) -> str:

@@ -195,7 +195,7 @@ class Split:
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
-                f"{who} can't deal rows by length: each pass and process divides a masked loss by its own tokens.",
+                f"{who} can't deal rows by length: all of them have to come together before the loss, as in towers.",
                 "Use engine='towers' and a plan without passes (evener balance --micro off), or leave lengths out.",
             )
         dealer = make_dealer(self.cut.weights, self.cut.weights, ())

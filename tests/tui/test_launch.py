@@ -309,11 +309,10 @@ def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice
     process = start("launch", "plan.toml", "train.py")
     output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
-    found = sorted(map(json.loads, output.splitlines()), key=str) if engine != "towers" else output
-    each = [[{"type": "worker", "index": i}, 2, device] for i, device in enumerate(devices)]
-    assert found == (each if engine != "towers" else '[null, 0, ""]\n')
+    each = [f"[rank {i}] " + json.dumps([{"type": "worker", "index": i}, 2, own]) for i, own in enumerate(devices)]
+    assert sorted(output.splitlines()) == (each if engine != "towers" else ['[null, 0, ""]'])
     asked = "evener: This model needs them. A process for each device is started."
-    assert said_by_evener(errors) == ([] if engine else [asked])
+    assert said_by_evener(errors)[1:-1] == ([] if engine else [asked])
 
 
 @pytest.mark.slow

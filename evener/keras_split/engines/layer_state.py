@@ -65,7 +65,9 @@ class StepStates:
 
     def after_pass(self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any) -> Any:
         """A state's value after another pass, on a `part` of the device's rows; all passes but chained ones `start`."""
-        kind = CHAINED if id(state) in self._metrics else self._kinds[id(state)]
+        if id(state) in self._metrics:
+            return tf.where(part > 0, new, before)  # a filler row counts in none
+        kind = self._kinds[id(state)]
         if kind == CHAINED:
             return new
         if kind == SAME:

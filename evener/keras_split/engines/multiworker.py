@@ -115,7 +115,8 @@ class Group:
 
     def sum_now(self, tensors: Sequence[Any]) -> list[Any]:
         """`sum` outside any graph."""
-        return list(self._sum(list(tensors))) if tensors else []
+        given = list(tensors)  # traced for each kind of sums, which is no fault that TensorFlow should warn of
+        return list(self._sum.get_concrete_function(given)(given)) if given else []
 
 
 def communication() -> Any:
