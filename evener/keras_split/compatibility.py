@@ -12,7 +12,7 @@ from evener.errors import RequestError
 from evener.launched import ask_for_processes
 
 MEANS = ("sum_over_batch_size", "mean")
-_TOWERS = "Use engine='towers', which computes the loss on the whole batch."
+TOWERS = "Use engine='towers', which computes the loss on the whole batch."
 NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
@@ -116,7 +116,7 @@ CHECKS = {
 def check_mask(outputs: Any) -> None:
     """Refuse a mask that reaches the loss: its mean is over a replica's valid steps, not over its rows."""
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
-        raise RequestError("engine='mirrored' can't weight a masked loss exactly.", _TOWERS)
+        raise RequestError("engine='mirrored' can't weight a masked loss exactly.", TOWERS)
 
 
 def check_passes(model: Any, rows: int) -> None:
@@ -193,7 +193,7 @@ def _check_partial_loss(model: Any, engine: str) -> None:
 
 def _check_row_means(model: Any) -> None:
     """Refuse a loss that isn't known to be a mean over rows, which mirrored replicas scale."""
-    who, remedy = "engine='mirrored'", _TOWERS
+    who, remedy = "engine='mirrored'", TOWERS
     if overrides(model, "compute_loss"):
         raise RequestError(f"{who} can't use {type(model).__name__}'s own compute_loss.", remedy)
     for loss in keras.tree.flatten(model.loss):

@@ -196,6 +196,28 @@ def batch_rows(dataset: Any) -> int | None:
     return None
 
 
+def count_steps(dataset: Any, chosen: dict[str, Any], argument: str) -> int:
+    """The steps of this argument, or of the whole dataset."""
+    steps = chosen[argument] or int(dataset.cardinality())
+    if steps < 0:
+        raise RequestError("The dataset's length isn't known.", f"Give {argument}.")
+    return int(steps)
+
+
+def is_plain(chosen: dict[str, Any], model: Any) -> bool:
+    """Dense arrays, whole epochs, one step at a time."""
+    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
+    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
+    return (
+        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
+        and isinstance(chosen["shuffle"], bool)
+        and not (weighted and tf.nest.is_nested(chosen["y"]))
+        and not chosen["validation_split"]
+        and chosen["steps_per_epoch"] is None
+        and model.steps_per_execution == 1
+    )
+
+
 def _gather(tensors: Any, places: Any) -> Any:
     return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), tensors)
 

@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
@@ -27,7 +26,16 @@ from evener.keras_split.compatibility import (
     warn,
     warn_small_data,
 )
-from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
+from evener.keras_split.data import (
+    ArrayBatches,
+    are_arrays,
+    array_rows,
+    batch_rows,
+    batch_samples,
+    count_steps,
+    is_plain,
+    pack_arrays,
+)
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
 from evener.keras_split.engines.keras_step import warn_of_own_loop
 from evener.keras_split.first_batch import measure_first
@@ -134,11 +142,8 @@ class FitHooks:
         engine, training = self.engine, name == "train_function"
         if training and engine.name == "multiworker":
             function = engine.after_steps(function)
-        if (
-            name == "predict_function"
-            or not hasattr(engine, "kinds")
-            or (not training and overrides(self.model, "test_step"))
-        ):
+        of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
+        if not of_engine or not hasattr(engine, "kinds"):
             return function
         return measure_first(engine, self.group.device if self.group else self.devices[0], training, function)
 
@@ -217,7 +222,7 @@ class FitHooks:
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
-        if self._in_process and not _is_plain(chosen, self.model):
+        if self._in_process and not is_plain(chosen, self.model):
             chosen["batch_size"] = size
             return
         if chosen["validation_split"]:
@@ -275,7 +280,7 @@ class FitHooks:
                     "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
                 )
             repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
-            chosen["steps_per_epoch"] = _count_steps(chosen["x"], chosen, "steps_per_epoch")
+            chosen["steps_per_epoch"] = count_steps(chosen["x"], chosen, "steps_per_epoch")
             chosen["x"] = self._deal(repeated)
         self._prepare_validation(chosen, self.global_batch)
 
@@ -290,7 +295,7 @@ class FitHooks:
         if isinstance(data, tf.data.Dataset):
             data = chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
             if self.engine.name == "mirrored":
-                chosen["validation_steps"] = _count_steps(data, chosen, "validation_steps")
+                chosen["validation_steps"] = count_steps(data, chosen, "validation_steps")
                 chosen["validation_data"] = self._deal(data.repeat())
         elif arrays and not self._in_process:
             chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
@@ -323,25 +328,3 @@ class FitHooks:
 def _inputs(model: Any) -> Any:
     """The inputs of a model that has them before its first batch."""
     return getattr(model, "inputs", None) if model.built else None
-
-
-def _count_steps(dataset: Any, chosen: dict[str, Any], argument: str) -> int:
-    """The steps of this argument, or of the whole dataset."""
-    steps = chosen[argument] or int(dataset.cardinality())
-    if steps < 0:
-        raise RequestError("The dataset's length isn't known.", f"Give {argument}.")
-    return int(steps)
-
-
-def _is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Dense arrays, whole epochs, one step at a time."""
-    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
-    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
-    return (
-        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
-        and isinstance(chosen["shuffle"], bool)
-        and not (weighted and tf.nest.is_nested(chosen["y"]))
-        and not chosen["validation_split"]
-        and chosen["steps_per_epoch"] is None
-        and model.steps_per_execution == 1
-    )

@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 
 from evener.errors import RequestError
+from evener.keras_split.compatibility import NO_PASSES, TOWERS
 
 ROWS, SUM, SAME = "rows", "sum", "same"
 COUNTS = ("steps", "labels", "weights")  # what a loss may be a mean over beside rows, counted in each step
 OTHER = ""  # none of them
-_NO_PASSES = "Make a plan without passes: evener balance --micro off."
-_TOWERS = "Use engine='towers', which computes the loss on the whole batch."
 _ALONE = "Leave that out, or train on one device."
 
 
@@ -38,13 +37,13 @@ def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
     """Refuse a loss that can't be put together from those of an engine's devices or passes."""
     who = "A plan with passes" if in_passes else f"engine={engine!r}"
     if found.loss == OTHER:
-        seen, remedy = found.seen.rstrip("."), f"{_TOWERS} {_NO_PASSES}" if in_passes else _TOWERS
+        seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS
         raise RequestError(f"{who} can't put this loss together. {seen}.", remedy)
     if in_passes and found.loss in COUNTS:
         over = {"steps": "the steps that a mask leaves", "labels": "labels that aren't ignored", "weights": "weights"}
         raise RequestError(
             f"A plan with passes can't weight this loss exactly: it is a mean over {over[found.loss]}, not over rows.",
-            _NO_PASSES,
+            NO_PASSES,
         )
 
 

@@ -19,9 +19,10 @@ from evener.keras_split.compatibility import check_backend, check_model, warn, w
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.dealt_arrays import read_lengths
 from evener.keras_split.digest import model_digest
+from evener.keras_split.engines.group import Group, group_from_environment
 from evener.keras_split.engines.keras_step import SingleDevice
 from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
-from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
+from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.group_shares import check_rebalance, order_by_device

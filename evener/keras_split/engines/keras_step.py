@@ -101,12 +101,11 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
     """What a layer's loss on a part of the rows adds to that of the whole batch."""
-    factor = tf.cast(part > 0, dtype) if kind == SUM else tf.cast(part, dtype)
-    return tf.reduce_sum(tf.cast(loss, dtype)) * factor
+    return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """By what the loss of this part of the rows counts, where it adds up by rows or as a sum."""
+    """By what a figure of this part of the rows counts, where it adds up by rows or as a sum."""
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 

@@ -8,6 +8,7 @@ the rows of a batch (BatchNormalization) see their device's rows alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ class Towers:
         self.model = model
         self.devices = tuple(devices)
         self.cut = cut
-        self.kinds: dict[bool, PartKinds] = {}  # of training, of evaluation
+        self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)  # of training, of evaluation
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
@@ -70,7 +71,7 @@ class Towers:
         sums: list[PassSums] = []
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                passes = DevicePasses(model, self._found(True), device, number, part, size, rows)
+                passes = DevicePasses(model, self.kinds[True], device, number, part, size, rows)
                 sums.append(passes.run(self.cut.passes(number, size)))
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
@@ -135,7 +136,7 @@ class Towers:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
-        states = StepStates(self.model, self._found(training))
+        states = StepStates(self.model, self.kinds[training])
         for device, (part, size) in zip(self.devices, pieces, strict=True):
             with tf.device(device):
                 towers.append(self._tower(part, size, rows, training, states))
@@ -157,7 +158,7 @@ class Towers:
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
         """The model's loss on the whole batch, with the losses from inside the model put together."""
-        model, found = self.model, self._found(training)
+        model, found = self.model, self.kinds[training]
         added = [
             tf.add_n(
                 [weigh_added(found.added_kind(place), o, t.part, o.dtype) for t, o in zip(towers, own, strict=True)]
@@ -165,9 +166,6 @@ class Towers:
             for place, own in enumerate(zip(*(tower.losses for tower in towers), strict=True))
         ]
         return loss_with(model, [*added, *model.losses] if added else [], x, y, outputs, weight, training)
-
-    def _found(self, training: bool) -> PartKinds:
-        return self.kinds.get(training) or PartKinds()
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
         weights = self.model.trainable_weights
