@@ -83,12 +83,9 @@ def part_of_loss(
     as the loss of an empty batch need not be a number.
     """
     own = own_loss(model, losses, batch, training)
-    added, regularizers = split_losses(model, losses)
     total = own * tf.cast(parts[1], own.dtype)
-    for place, loss in enumerate(added):
+    for place, loss in enumerate(losses):  # regularizers come last, and count by rows
         total += weigh_added(found.added_kind(place), loss, parts[0], own.dtype)
-    for loss in regularizers:
-        total += tf.cast(loss, own.dtype) * tf.cast(parts[0], own.dtype)
     return total
 
 
