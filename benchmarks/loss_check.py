@@ -1,13 +1,14 @@
 """What the check of a loss costs: its time beside that of an optimizer step, of a Llama with 100 million parameters.
 
-    torchrun --nproc-per-node 2 -m benchmarks.loss_check [--rows 16] [--tokens 128]
+    torchrun --nproc-per-node 2 -m benchmarks.loss_check [--rows 16] [--tokens 128] [--bf16]
 
-Shares 3:1 on CPU slices, or on the GPUs that PyTorch sees.
+Shares 3:1 on CPU slices, or on the GPUs that PyTorch sees; one process takes its rows in two passes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from evener.huggingface import with_plan
-from evener.plan import Share, make_layout
+from evener.plan import Plan, Share, make_layout
 from tests.support import launched_plan
 
 STEPS = 4
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class StepTimes(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
@@ -42,23 +44,29 @@ class StepTimes(TrainerCallback):  # type: ignore[misc]  # transformers has no c
         self._ended = now
 
 
-def train(check: bool, rows: int, tokens: int) -> list[float]:
+def make_plan(rows: int) -> Plan:
+    """For as many processes as there are."""
+    names = [f"sim-{i}" if torch.cuda.is_available() else f"cpu-{i}-of-{WORLD}" for i in range(WORLD)]
+    shares = tuple(Share(name, i, "a device", 0, 0.0) for i, name in enumerate(names))
+    if WORLD == 1:
+        return launched_plan.make_plan(make_layout("solo", shares, (rows,), micros=(rows // 2,)), workload="llama")
+    sizes = (rows * 3 // 4, rows - rows * 3 // 4)
+    return launched_plan.make_plan(make_layout("split", shares, sizes), workload="llama")
+
+
+def train(check: bool, rows: int, tokens: int, half: bool) -> list[float]:
     """Seconds of the steps of a short training."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16_000, **sizes))
     texts = torch.randint(0, 16_000, (rows * STEPS, tokens))
     data = [{"input_ids": text, "labels": text} for text in texts]
-    names = [f"sim-{i}" if torch.cuda.is_available() else f"cpu-{i}-of-2" for i in range(2)]
-    shares = tuple(Share(name, i, "a device", 0, 0.0) for i, name in enumerate(names))
-    layout = make_layout("split", shares, (rows * 3 // 4, rows - rows * 3 // 4))
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, num_train_epochs=1, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd"
+            folder, num_train_epochs=1, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd", bf16=half
         )
-        plan = launched_plan.make_plan(layout, workload="llama")
-        planned = with_plan(Trainer, plan, check=check)
+        planned = with_plan(Trainer, make_plan(rows), check=check)
         planned(model=model, args=arguments, train_dataset=data, callbacks=[times]).train()
     return times.seconds
 
@@ -68,10 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the check of a loss costs.")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--bf16", action="store_true")
     given = parser.parse_args()
-    bare = train(False, given.rows, given.tokens)
-    checked = train(True, given.rows, given.tokens)
-    if torch.distributed.get_rank() == 0:
+    train(False, given.rows, given.tokens, given.bf16)  # what only the first steps of a process take
+    bare = train(False, given.rows, given.tokens, given.bf16)
+    checked = train(True, given.rows, given.tokens, given.bf16)
+    if os.environ.get("RANK", "0") == "0":
         step = sorted(bare[1:] + checked[1:])[STEPS - 1]
         cost = checked[0] - bare[0]
         print(f"step {step:.2f} s, check {cost:.2f} s, {cost / step:.1f} steps")

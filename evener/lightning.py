@@ -235,7 +235,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _unlogged(self, results: Any, figures: list[Any]) -> Iterator[None]:
         """Logged figures and metrics are as before, and known to ranks that meet for them."""
         before = {name: dict(vars(figure)) for name, figure in results.items()}
-        with kept_state(figures, self.root_device):
+        with kept_state(figures):
             yield
         for name, figure in results.items():
             for state, default in figure._defaults.items():

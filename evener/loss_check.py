@@ -50,7 +50,7 @@ def judge(figures: LossFigures) -> LossMeaning:
     errors = {name: error if math.isfinite(error) else math.inf for name, error in differences.items()}
     fitting = tuple(name for name, error in errors.items() if error <= figures.rounding)
     spread = (max(losses, default=0.0) - min(losses, default=0.0)) / scale
-    return LossMeaning(fitting, min(errors.values()), figures.rounding, spread > 100 * figures.rounding)
+    return LossMeaning(fitting, min(errors.values()), figures.rounding, spread > 20 * figures.rounding)
 
 
 def mean_by(figures: LossFigures, name: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
+from evener.huggingface.dealt_rows import PassList
 from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
@@ -51,7 +52,11 @@ def weigh_passes(
     if by_labels:
         spread = [sum_ for sum_, step in zip(each, sizes, strict=True) for _ in step]
         weights = [count / (sum_ or 1.0) for count, sum_ in zip(counts, spread, strict=True)]
-    return weights, None if items is None else torch.tensor(total, device=device).to(items.dtype), bool(seen)
+    return (
+        weights,
+        None if items is None else torch.tensor(total, device=device).to(torch.as_tensor(items).dtype),
+        bool(seen),
+    )
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
@@ -59,3 +64,18 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
     return loss if factor == 1.0 else loss * factor
+
+
+def list_passes(inputs: Any) -> list[Any]:
+    """Of a batch: those that it was dealt in, or itself."""
+    return inputs if isinstance(inputs, PassList) else [inputs]
+
+
+def count_tokens(trainer: Any, inputs: Any) -> int:
+    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't counted."""
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    if name not in inputs:
+        return 0
+    if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
+        return int(inputs["attention_mask"].sum())
+    return int(inputs[name].numel())

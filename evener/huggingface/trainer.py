@@ -6,7 +6,7 @@ import copy
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -33,7 +33,7 @@ from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_
 from evener.huggingface.evaluation import share_evaluation
 from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
-from evener.huggingface.passes import Pass, weigh_loss, weigh_passes
+from evener.huggingface.passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
 from evener.huggingface.processes import processes
 from evener.huggingface.rows import make_order, training_rows
 from evener.plan import Plan
@@ -45,7 +45,7 @@ from evener.torch_split.model_checks import check_normalization, has_own_work
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
-from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan
+from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan, share_by_ratios
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
@@ -55,6 +55,7 @@ def with_plan(
     trainer_class: type[Trainer],
     plan: Plan | str | os.PathLike[str] | None = None,
     *,
+    ratios: Sequence[float] | None = None,
     global_batch: int | None = None,
     strict: bool = False,
     journal: bool = False,
@@ -64,18 +65,20 @@ def with_plan(
     """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
 
     The plan decides the rows of each process and pass, instead of `per_device_train_batch_size`; `global_batch` is
-    another number of rows for each global batch. `gradient_accumulation_steps=A` makes an optimizer step of A global
+    another number of rows for each global batch. Without a plan, `ratios` share out `global_batch`, else the rows that
+    the processes would train on evenly. `gradient_accumulation_steps=A` makes an optimizer step of A global
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
     `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
     `check=False` leaves out the check of what the loss is a mean over, which is then what transformers takes it for.
     """
     check_trainer_class(trainer_class)
-    chosen = open_plan(plan)
-    if chosen is None:
-        raise RequestError("No plan is given.", "Give one, or start the script with evener launch.")
-    same = {"rebalance": rebalance}
-    options = {"plan": chosen, "global_batch": global_batch, "strict": strict, "options": same}
+    if plan is not None and ratios is not None:
+        raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
+    chosen = None if ratios is not None else open_plan(plan)
+    if chosen is None and ratios is None:
+        raise RequestError("No plan is given.", "Give one or ratios=, or start the script with evener launch.")
+    options = {"plan": chosen, "ratios": ratios, "global_batch": global_batch, "strict": strict}
     made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance, "_checks": check}
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 
@@ -95,7 +98,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         super().__init__(*args, **kwargs)
         check_setup(self)
         device = self.args.device
-        shares = find_rank_shares(stand=find_stand(), gpus=visible_gpus(), device=device, **self._plan_options)
+        shares = self._find_shares(**self._plan_options)
         if is_cpu(shares.share):
             settle(device, shares.share)
         self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
@@ -120,6 +123,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._rebalancing = Rebalancing(self._reporter)
             self._rebalancing.fix_passes(self._shares.passes)
         self._gathering = Gathering(self.accelerator, self._reporter.timer)
+
+    def _find_shares(
+        self, plan: Plan | None, ratios: Sequence[float] | None, global_batch: int | None, strict: bool
+    ) -> RankShares:
+        stand, gpus, same = find_stand(), visible_gpus(), {"rebalance": self._rebalances}
+        if plan is None:
+            even = self.args.per_device_train_batch_size * stand.world
+            return share_by_ratios(ratios, global_batch or even, stand, gpus, same)
+        return find_rank_shares(plan, global_batch, stand, gpus, strict, same, self.args.device)
 
     # ------------------------------------------------------------------ rows
 
@@ -188,7 +200,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         steps = range(first, first + len(batches) // sampler.passes)
         sizes = [sampler.pass_sizes(step) for step in steps]
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
-        passes = [each for batch in batches for each in _list_passes(batch)]
+        passes = [each for batch in batches for each in list_passes(batch)]
         items = self._weigh(passes, sizes, [sampler.global_rows(step) for step in steps], device)
         shares = {self._batches.take(step) for step in steps}
         self._reporter.timer.begin(shares.pop() if len(shares) == 1 else ())
@@ -229,7 +241,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """One pass, or all that a batch was dealt in; the last one exchanges the gradients."""
-        *others, last = _list_passes(inputs)
+        *others, last = list_passes(inputs)
         losses = []
         for each in others:
             with self.accelerator.no_sync(model):
@@ -278,7 +290,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""
         if self.args.include_num_input_tokens_seen == "no":
             return
-        self._tokens += sum(_count_tokens(self, each) for each in _list_passes(inputs)) if self._pass_rows else 0
+        self._tokens += sum(count_tokens(self, each) for each in list_passes(inputs)) if self._pass_rows else 0
         if not self._passes:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
@@ -286,7 +298,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Of all passes."""
-        return sum(super(_PlanMixin, self).floating_point_ops(each) for each in _list_passes(inputs))
+        return sum(super(_PlanMixin, self).floating_point_ops(each) for each in list_passes(inputs))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """What wasn't logged yet is the mean over ranks too: the trainer takes the first rank's own."""
@@ -312,18 +324,3 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
         return found
-
-
-def _list_passes(inputs: Any) -> list[Any]:
-    """Of a batch: those that it was dealt in, or itself."""
-    return inputs if isinstance(inputs, PassList) else [inputs]
-
-
-def _count_tokens(trainer: Any, inputs: Any) -> int:
-    """Tokens of a pass: all of them, or those that the attention mask has where padding isn't counted."""
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    if name not in inputs:
-        return 0
-    if trainer.args.include_num_input_tokens_seen == "non_padding" and "attention_mask" in inputs:
-        return int(inputs["attention_mask"].sum())
-    return int(inputs[name].numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -114,7 +114,7 @@ class LossCheck:
         if not fits(figures) and self._is_random(function, figures, shaken):
             figures = self.figures(function, training=False, shaken=shaken)
         if not fits(figures):
-            raise RequestError(self._describe(function, figures, shaken, fits), REMEDY)
+            self._refuse(function, figures, shaken, fits)
         if self.measure.changed:
             warnings.warn(
                 f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
@@ -145,16 +145,17 @@ class LossCheck:
         cut = self.batch.cut if self.measure.draws else None
         return cut is not None and bool(judge(self.figures(function, shaken=shaken, parts=cut)).mean_over)
 
-    def _describe(
+    def _refuse(
         self, function: Compute, figures: LossFigures, shaken: bool, fits: Callable[[LossFigures], bool]
-    ) -> str:
+    ) -> NoReturn:
         cut = self.batch.cut
         if cut is not None and fits(self.figures(function, shaken=shaken, parts=cut)):
-            return (
+            raise RequestError(
                 f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
-                " rows to other lengths."
+                " rows to other lengths.",
+                "Pad all rows to one length, and give the model their attention mask.",
             )
-        return describe(figures)
+        raise RequestError(describe(figures), REMEDY)
 
 
 def find_together(find: Callable[[], Found | None]) -> Found | None:

@@ -19,7 +19,7 @@ SEED = 20_260_923
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Draws the same random numbers for every row.
 
-    `draws` counts them in a pass; `kinds` are the types of what was computed.
+    `draws` counts them in a pass; `kinds` are the types of what was computed, single figures apart.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         else:
             self.draws += 1
             result = _draw(function, list(arguments), given, SEED + self.draws)
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
         return result
 

@@ -46,6 +46,7 @@ REFUSED = {
     "batch_rebalance": "batch_rebalance",
     "rows that are generated": "generates the rows",
     "no trainer": "no Trainer class",
+    "a plan and ratios": "the plan has its own ratios",
     "no plan": "start the script with evener launch",
     "experts in passes": "output_router_logits=False",
     "several GPUs": "torchrun --nproc-per-node 2",
@@ -133,6 +134,7 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert found["gone on from a bare training"] < 1e-12
     assert found["rows of an own loader"] == list(range(11, 2, -1))
     assert found["the user's"] == (1, 8)
+    assert found["by ratios"] == [(8,), (6,)]
     assert found["the trainer's"] == (3, 3)
 
 

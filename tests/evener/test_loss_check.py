@@ -86,6 +86,7 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
 
     torch.manual_seed(0)
     model = make().train()
+    gpu_states = torch.cuda.get_rng_state_all()
     was = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_states = torch.get_rng_state(), numpy_state(), random.getstate()
     batch = make_check_batch(Points(rows), UnevenBatchSampler(rows, (6, 2), 0, shuffle=False), default_collate)
@@ -97,6 +98,7 @@ def check(make: Callable[[], Any], loss: Callable[[Any, Any, Any], Any], rows: i
     finally:
         assert all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(random_states[0], torch.get_rng_state())
+        assert all(map(torch.equal, gpu_states, torch.cuda.get_rng_state_all()))
         assert random_states[1:] == (numpy_state(), random.getstate())
         assert model.training
         assert getattr(model, "calls", 0) == 0
@@ -218,3 +220,35 @@ def test_a_gradient_penalty_is_a_mean() -> None:
 @pytest.mark.slow
 def test_one_row_is_no_check() -> None:
     assert check(lambda: networks()["linear"][0](), lambda *_: 0.0, rows=1) is None
+
+
+@pytest.mark.slow
+def test_kernels_of_a_gpu_leave_no_trace_either() -> None:
+    """cuDNN's recurrent layers and fused attention take their dropout as an argument."""
+    skip_without("torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(1, 8, 2, dropout=0.3, batch_first=True)
+            self.attention = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.attention(self.layers(x[..., None])[0]).mean(1))
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return cross_entropy(model(x.cuda()), y.cuda())
+
+    def weighted(model: Any, x: Any, y: Any) -> Any:
+        return cross_entropy(model(x.cuda()), y.cuda(), weight=torch.tensor([1.0, 2.0, 5.0]).cuda())
+
+    assert check(lambda: Recurrent().cuda(), loss).mean_over == ("rows",)
+    with pytest.raises(RequestError):
+        check(lambda: Recurrent().cuda(), weighted)

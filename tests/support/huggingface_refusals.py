@@ -129,7 +129,11 @@ def keep_arguments(folder: Path) -> dict[str, Any]:
     trainer = with_plan(Trainer)(args=arguments, **make_parts(SMALL))
     del os.environ["EVENER_PLAN"]
     both = {"the user's": arguments, "the trainer's": trainer.args}
-    return {who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()}
+    shared = (with_plan(Trainer, ratios=[1.0], global_batch=rows) for rows in (None, 6))
+    batches = [each(args=arguments, **make_parts(SMALL))._shares.batches for each in shared]
+    return {"by ratios": batches} | {
+        who: (each.gradient_accumulation_steps, each.per_device_train_batch_size) for who, each in both.items()
+    }
 
 
 class Endless:
@@ -157,6 +161,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "rows that are generated": refuse_training(folder, generates),
         "no trainer": refuse_training(folder, object),
         "no plan": sentence(lambda: with_plan(Trainer)),
+        "a plan and ratios": sentence(lambda: with_plan(Trainer, make_plan((8,)), ratios=[1.0])),
         "experts in passes": refuse_training(folder, model=mixture(), micro=4),
         "experts at once": refuse_training(folder, model=mixture()),
         "several GPUs": refuse_setup(n_gpu=2),
