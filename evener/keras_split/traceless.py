@@ -26,7 +26,9 @@ def traceless(model: Any, states: Sequence[tuple[Any, Any]] = ()) -> Iterator[An
     drawing = getattr(context.context(), "_rng", random.Random())  # TensorFlow's, where it has a seed
     seeds = random.getstate(), np.random.get_state(), drawing.getstate()
     try:
-        with keras.StatelessScope(state_mapping=list(states), collect_losses=True) as scope:
+        # where Keras regularizes in a scope, it knows only the weights that were given to it
+        given = [(each, tf.convert_to_tensor(each)) for each in model.trainable_weights if each.regularizer is not None]
+        with keras.StatelessScope(state_mapping=[*given, *states], collect_losses=True) as scope:
             yield scope
     finally:
         random.setstate(seeds[0])

@@ -36,7 +36,7 @@ SAMPLES = {
         "ignore_class": (EXACT, "a mean over labels that aren't ignored"),
         "own class weights, one class a batch": ("it isn't a mean over rows",) * 2,
         "pooler, Ftrl": (EXACT, EXACT),
-        "state: rows": (EXACT, EXACT),
+        "regularized, state: rows": (EXACT, EXACT),
         "state: codebook": ("assigns sequential",) * 2,
     },
 }

@@ -232,6 +232,12 @@ def layer_programs() -> dict[str, Made]:
             lambda: layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l1"), optimizer=clipped
         ),
         **{f"state: {kind}": between(lambda kind=kind: State(kind)) for kind in states},
+        **{
+            f"regularized, state: {kind}": between(
+                lambda: layers.Dense(5, kernel_regularizer="l2"), lambda kind=kind: State(kind)
+            )
+            for kind in ("rows", "largest")
+        },
         "state: own normalization": between(lambda: State("own normalization")),
         "looks across rows": between(Across),
         "BatchNormalization": between(layers.BatchNormalization),
