@@ -16,10 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all p
 
 CASES = [
     *("metrics of batches, maxima and x", "confusion matrices and weights", "metric of a layer"),
-    *("losses of single outputs", "large outputs", "figures of batches", "results asked again", "evaluate alone"),
-    *("evaluate alone, without weights", "steps_per_epoch", "stop by a figure", "stop in one process"),
-    *("stop in one process after an epoch", "EarlyStopping", "checkpoints", "weights of small kinds", "ragged rows"),
-    "pandas",
+    *("losses of single outputs", "large outputs", "evaluate alone, figures of batches, asked again"),
+    *("evaluate alone, without weights", "steps_per_epoch", "stop by a figure, EarlyStopping"),
+    *("stop in one process, after an epoch", "checkpoints", "weights of small kinds", "ragged rows", "pandas"),
 ]
 
 

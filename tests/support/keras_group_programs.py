@@ -354,21 +354,22 @@ def by_adam() -> Model:
     return regression(("mae",), optimizer="adam")
 
 
+def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
+    """One after another on the same model, which is traced once."""
+    return lambda model: [run(model) for run in runs]
+
+
 CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "metrics of batches, maxima and x": (lambda: regression(base=OwnMetrics), validated),
     "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
     "metric of a layer": (watched, validated),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
     "large outputs": (wide, fit_wide),
-    "figures of batches": (by_mae, batch_figures),
-    "results asked again": (by_mae, results_twice),
-    "evaluate alone": (by_mae, evaluate_alone),
+    "evaluate alone, figures of batches, asked again": (by_mae, in_turn(evaluate_alone, batch_figures, results_twice)),
     "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
     "steps_per_epoch": (by_mae, some_steps),
-    "stop by a figure": (by_mae, stops(lambda _: StopBelow())),
-    "stop in one process": (by_mae, stops(StopInOne)),
-    "stop in one process after an epoch": (by_mae, stops(StopInOneEpoch)),
-    "EarlyStopping": (by_mae, early),
+    "stop by a figure, EarlyStopping": (by_mae, in_turn(stops(lambda _: StopBelow()), early)),
+    "stop in one process, after an epoch": (by_mae, in_turn(stops(StopInOne), stops(StopInOneEpoch))),
     "checkpoints": (by_adam, saved),
     "weights of small kinds": (small_kinds, fit),
     "ragged rows": (ragged_model, fit_ragged),
