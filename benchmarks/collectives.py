@@ -69,13 +69,13 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    from evener.keras_split.engines import multiworker
+    from evener.keras_split.engines import group as groups
 
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
     if options.way == "itself":
-        multiworker.communication = tf.distribute.experimental.CommunicationOptions
-    group = multiworker.Group(options.peers, options.rank)
+        groups.communication = tf.distribute.experimental.CommunicationOptions
+    group = groups.Group(options.peers, options.rank)
     add = adder(group, options.way)
     seconds = []
     for size in options.sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -11,6 +12,16 @@ PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"  # the file that was launched, where PLAN is one for the devices that are left
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
 RESTART = "EVENER_RESTART"  # why the launcher has started it again
+
+ONE_PROCESS = "EVENER_ONE_PROCESS"  # set where one process trains on all devices, and there may be one for each
+WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
+
+
+def ask_for_processes(why: str) -> None:
+    """End this process in a line, if evener launch will start one for each device instead; else nothing."""
+    if os.environ.get(ONE_PROCESS):
+        print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
+        raise SystemExit(WANTS_PROCESSES)
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:

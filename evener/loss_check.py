@@ -67,7 +67,9 @@ def describe(figures: LossFigures) -> str:
     rows: Sequence[float] = figures.counts["rows"]
     each = " and ".join(f"{count:g}" for count in rows)
     names = " or ".join(dict.fromkeys(name.removeprefix("shifted ") for name in figures.counts))
-    seen = f"The loss of {sum(rows):g} rows is {figures.whole:.6g}, of {each} of them together"
+    mean = mean_by(figures, "rows")
+    digits = next((digits for digits in range(6, 17) if f"{figures.whole:.{digits}g}" != f"{mean:.{digits}g}"), 17)
+    seen = f"The loss of {sum(rows):g} rows is {figures.whole:.{digits}g}, of {each} of them together"
     if abs(figures.whole - sum(figures.parts)) <= figures.rounding * abs(figures.whole):
         return f"{seen} as much in sum: it is a sum, not a mean over {names}."
-    return f"{seen} {mean_by(figures, 'rows'):.6g}: it isn't a mean over {names}."
+    return f"{seen} {mean:.{digits}g}: it isn't a mean over {names}."

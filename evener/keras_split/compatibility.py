@@ -9,9 +9,10 @@ from typing import Any
 import keras
 
 from evener.errors import RequestError
+from evener.launched import ask_for_processes
 
 MEANS = ("sum_over_batch_size", "mean")
-_TOWERS = "Use engine='towers', which computes the loss on the whole batch."
+TOWERS = "Use engine='towers', which computes the loss on the whole batch."
 NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
@@ -94,6 +95,7 @@ def check_workers(model: Any) -> None:
 def check_mirrored(model: Any) -> None:
     """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
     _check_partial_loss(model, "mirrored")
+    _check_row_means(model)
     if model.jit_compile:
         raise RequestError(
             "engine='mirrored' can't run with jit_compile=True.", "Compile with jit_compile=False, or train on one GPU."
@@ -111,19 +113,18 @@ CHECKS = {
 }
 
 
-def check_mask(outputs: Any, who: str, remedy: str = _TOWERS) -> None:
+def check_mask(outputs: Any) -> None:
     """Refuse a mask that reaches the loss: its mean is over a replica's valid steps, not over its rows."""
     if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
-        raise RequestError(f"{who} can't weight a masked loss exactly.", remedy)
+        raise RequestError("engine='mirrored' can't weight a masked loss exactly.", TOWERS)
 
 
 def check_passes(model: Any, rows: int) -> None:
     """Refuse what is exact only where one loss is computed for a device's whole share; `rows`: of a pass."""
     check_compiled(model)
-    _check_row_means(model, "A plan with passes", NO_PASSES)
     if model.run_eagerly:
         raise RequestError("Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}")
-    if any(layer.trainable for layer in _normalizations(model, synchronized=False)):
+    if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
         warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
     _warn_sparse(model)
 
@@ -131,17 +132,12 @@ def check_passes(model: Any, rows: int) -> None:
 def check_assigned(weights: Sequence[Any]) -> None:
     """Refuse a model that assigns its trainable weights when it is called: each device has a copy of them."""
     if weights:
+        seen = f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that."
+        ask_for_processes(seen)
         raise RequestError(
-            f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that.",
+            seen,
             "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
         )
-
-
-def warn_added_losses(model: Any, found: int) -> None:
-    """Warn of losses that the model adds itself: a mean over rows can't be distinguished from a sum."""
-    regularized = sum(1 for layer in all_layers(model) if layer.activity_regularizer is not None)
-    if found > regularized:
-        warn(f"{model.name} adds losses of its own; each is weighted by its device's rows, as a mean over rows should.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
@@ -157,6 +153,19 @@ def warn_inner_metric(state: Any) -> None:
     """Warn of a metric that the model updates when it is called: it may be given rows, or a mean over them."""
     metric = state.path.rpartition("/")[0]
     warn(f"{metric} is updated inside the model, once on each device: give that metric the rows, not their mean.")
+
+
+def warn_summed_metrics(model: Any) -> None:
+    """Warn of metrics that aren't Keras' own, and may not add up over rows, where outputs can't be put together."""
+    metrics = model._compile_metrics.metrics if model._compile_metrics else []
+    own = [
+        each.name for each in metrics if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
+    ]
+    if own:
+        warn(
+            f"The outputs are too large to be sent to every process for {own[0]}: each counts its own rows, and what "
+            "is shown is right only for a metric that adds up over rows, as means and counts do."
+        )
 
 
 def all_layers(model: Any) -> list[Any]:
@@ -178,13 +187,13 @@ def _check_partial_loss(model: Any, engine: str) -> None:
             f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
             "Compile with steps_per_execution=1, or use engine='towers'.",
         )
-    _check_row_means(model, f"engine='{engine}'", _TOWERS)
-    if len(getattr(model, "outputs", None) or []) > 1:
+    if engine == "mirrored" and len(getattr(model, "outputs", None) or []) > 1:
         warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
 
 
-def _check_row_means(model: Any, who: str, remedy: str) -> None:
-    """Refuse a loss that isn't known to be a mean over rows, which alone can be put together from parts."""
+def _check_row_means(model: Any) -> None:
+    """Refuse a loss that isn't known to be a mean over rows, which mirrored replicas scale."""
+    who, remedy = "engine='mirrored'", TOWERS
     if overrides(model, "compute_loss"):
         raise RequestError(f"{who} can't use {type(model).__name__}'s own compute_loss.", remedy)
     for loss in keras.tree.flatten(model.loss):
@@ -214,31 +223,34 @@ def _check_optimizer(optimizer: Any) -> None:
             )
 
 
-def _normalizations(model: Any, synchronized: bool) -> list[Any]:
+def list_normalizations(model: Any, synchronized: bool = False) -> list[Any]:
+    """The layers that normalize over rows."""
     normal = keras.layers.BatchNormalization
     return [each for each in all_layers(model) if isinstance(each, normal) and each.synchronized == synchronized]
 
 
 def _refuse_synchronized(model: Any, remedy: str) -> None:
-    for layer in _normalizations(model, synchronized=True):
+    for layer in list_normalizations(model, synchronized=True):
         raise RequestError(f"{layer.name} synchronizes its statistics, which only engine='mirrored' can.", remedy)
 
 
 def _warn_local_statistics(model: Any, remedy: str) -> None:
-    local = [layer for layer in _normalizations(model, synchronized=False) if layer.trainable]
+    local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
     if local:
         warn(f"{local[0].name} takes its statistics from each device's own rows, not from the whole batch; {remedy}.")
 
 
 def _warn_sparse(model: Any) -> None:
-    """Keras' adaptive optimizers square the rows of a sparse gradient one by one; here there is only their sum."""
-    kind = type(model.optimizer)
-    if issubclass(kind, keras.optimizers.SGD) or not kind.__module__.startswith("keras."):
+    """Keras clips and squares the rows of a sparse gradient one by one; here there is only their sum."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    kind = type(optimizer)
+    clips = any(getattr(optimizer, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+    if not kind.__module__.startswith("keras.") or (issubclass(kind, keras.optimizers.SGD) and not clips):
         return
     words = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding) and layer.trainable]
     if words:
+        effect = "it is clipped otherwise" if clips else "words that are frequent in a batch learn at a different rate"
         warn(
             f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in passes, and word by word on "
-            "one device: words that are frequent in a batch learn at a different rate. engine='towers' without passes "
-            "does as one device does."
+            f"one device: {effect}. engine='towers' without passes does as one device does."
         )

@@ -6,6 +6,7 @@ rows of a global batch and no others, and the next epoch's first batch is made w
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class ArrayBatches:
 
     def global_batches(self, endless: bool = False) -> Any:
         """A tf.data.Dataset of global batches: one epoch, or `endless` ones without a pause between them."""
-        return self._dataset(self._take, endless)
+        return self._dataset(functools.partial(self._take, self._tensors), endless)
 
     def own_rows(self, cut: Cut, rank: int, endless: bool = False) -> Any:
         """A dataset of `OwnRows`: the rows of each global batch that the process of this rank computes."""
@@ -56,7 +57,9 @@ class ArrayBatches:
         def take_own(epoch: Any, start: Any, stop: Any) -> OwnRows:
             first, last = cut.bounds(stop - start)[rank : rank + 2]
             begin, end = widen_if_empty(first, last)
-            return OwnRows(self._take(epoch, start + begin, start + end), last - first, stop - start)
+            own = self._take(self._tensors, epoch, start + begin, start + end)
+            whole = own[0], *self._take(self._tensors[1:], epoch, start, stop)
+            return OwnRows(own, last - first, stop - start, whole)
 
         return self._dataset(take_own, endless)
 
@@ -66,7 +69,7 @@ class ArrayBatches:
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
             places = self._places(epoch, start, stop)
             order, edges, longest = deal_arrays(dealer, tf.gather(tokens, places))
-            return DealtArrays(self._gather(tf.gather(places, order)), edges, longest)
+            return DealtArrays(_gather(self._tensors, tf.gather(places, order)), edges, longest)
 
         return self._dataset(take_dealt, endless=False)
 
@@ -91,10 +94,10 @@ class ArrayBatches:
         numbers = epoch.flat_map(lambda number: steps.map(lambda step: (number, step)))
         return numbers.apply(tf.data.experimental.assert_cardinality(self.steps))
 
-    def _take(self, epoch: Any, start: Any, stop: Any) -> Any:
+    def _take(self, tensors: Any, epoch: Any, start: Any, stop: Any) -> Any:
         if not self._shuffle and self.rows == self._length:
-            return keras.tree.map_structure(lambda tensor: tensor[start:stop], self._tensors)
-        return self._gather(self._places(epoch, start, stop))
+            return keras.tree.map_structure(lambda tensor: tensor[start:stop], tensors)
+        return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
         """The numbers of the arrays' rows that are an epoch's rows from `start` to `stop`."""
@@ -103,9 +106,6 @@ class ArrayBatches:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
             places = tf.random.experimental.index_shuffle(places, seed=key, max_index=self.rows - 1)
         return places % self._length
-
-    def _gather(self, places: Any) -> Any:
-        return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), self._tensors)
 
 
 def pack_arrays(x: Any, y: Any = None, weight: Any = None, class_weight: Any = None) -> tuple[Any, ...]:
@@ -196,10 +196,36 @@ def batch_rows(dataset: Any) -> int | None:
     return None
 
 
+def count_steps(dataset: Any, chosen: dict[str, Any], argument: str) -> int:
+    """The steps of this argument, or of the whole dataset."""
+    steps = chosen[argument] or int(dataset.cardinality())
+    if steps < 0:
+        raise RequestError("The dataset's length isn't known.", f"Give {argument}.")
+    return int(steps)
+
+
+def is_plain(chosen: dict[str, Any], model: Any) -> bool:
+    """Dense arrays, whole epochs, one step at a time."""
+    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
+    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
+    return (
+        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
+        and isinstance(chosen["shuffle"], bool)
+        and not (weighted and tf.nest.is_nested(chosen["y"]))
+        and not chosen["validation_split"]
+        and chosen["steps_per_epoch"] is None
+        and model.steps_per_execution == 1
+    )
+
+
+def _gather(tensors: Any, places: Any) -> Any:
+    return keras.tree.map_structure(lambda tensor: tf.gather(tensor, places), tensors)
+
+
 def _to_tensor(array: Any) -> Any:
     """In host memory, floats in Keras' float type, as fit converts them."""
     with tf.device("CPU:0"):
-        tensor = tf.convert_to_tensor(array)
+        tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor
 
 

@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
@@ -27,8 +26,22 @@ from evener.keras_split.compatibility import (
     warn,
     warn_small_data,
 )
-from evener.keras_split.data import ArrayBatches, are_arrays, array_rows, batch_rows, batch_samples, pack_arrays
+from evener.keras_split.data import (
+    ArrayBatches,
+    are_arrays,
+    array_rows,
+    batch_rows,
+    batch_samples,
+    count_steps,
+    is_plain,
+    pack_arrays,
+)
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
+from evener.keras_split.engines.keras_step import warn_of_own_loop
+from evener.keras_split.first_batch import measure_first
+from evener.keras_split.group_fit import group_callbacks, save_whole
+from evener.keras_split.nested_rows import from_frame
+from evener.keras_split.same_data import check_same_arrays
 from evener.plan_check import check_global_batch
 
 
@@ -73,13 +86,16 @@ class FitHooks:
             setattr(model, name, functools.partial(self._own_step, name) if own else getattr(engine, name))
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
-        if hasattr(engine, "metrics_result"):
-            model.get_metrics_result = engine.metrics_result
         if engine.name == "multiworker":
-            model.train_on_batch = self.train_on_batch
+            model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
+            model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
+            for name in ("save", "save_weights"):
+                setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
         if engine.name == "mirrored":
             model.predict_on_batch = self.predict_on_batch
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
+        if engine.name != "solo" and model._call_has_training_arg:
+            model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _as_own(self, name: str) -> Any:
@@ -105,18 +121,31 @@ class FitHooks:
             if self._pass_rows is not None:
                 check_passes(model, self._pass_rows)
             CHECKS[engine](model)
-            if self.group is not None and (self._starts or model.train_function is None):
+            if self.group is not None and model.train_function is None and not self._starts:
                 self._share_weights()
             self._starts = False
         elif name == "make_test_function" and not self._in_process:
             check_test_step(model, engine)
+            if self.group is not None and model.test_function is None:
+                self._share_weights()
         if model.jit_compile and engine != "mirrored" and not (engine == "solo" and self.devices[0].endswith(":0")):
             model.jit_compile = False
-        before = getattr(model, "train_function", None)
+        function = name.removeprefix("make_")
+        before = getattr(model, function)
         made = getattr(type(model), name)(model, force)
-        if engine == "multiworker" and model.train_function is not before:
-            model.train_function = self.engine.after_steps(model.train_function)
+        if getattr(model, function) is not before:
+            setattr(model, function, self._wrap(function, getattr(model, function)))
         return made
+
+    def _wrap(self, name: str, function: Any) -> Any:
+        """Keras' function of some steps with what the engine does before and after them."""
+        engine, training = self.engine, name == "train_function"
+        if training and engine.name == "multiworker":
+            function = engine.after_steps(function)
+        of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
+        if not of_engine or not hasattr(engine, "kinds"):
+            return function
+        return measure_first(engine, self.group.device if self.group else self.devices[0], training, function)
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
@@ -129,12 +158,16 @@ class FitHooks:
             self._fit_arrays(chosen)
         else:
             self._fit_dataset(chosen)
+        if self.group is not None:
+            self.engine.unchecked = True
+            chosen["callbacks"] = group_callbacks(chosen["callbacks"], self.engine, self._share_weights)
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.evaluate`; the default batch size is the split's global batch, or that of one pass."""
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
+        self._build(chosen["x"])
         size = chosen["batch_size"] or self._evaluated or self.global_batch
         if isinstance(chosen["x"], tf.data.Dataset):
             chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
@@ -147,10 +180,10 @@ class FitHooks:
                 chosen |= {"y": None, "sample_weight": None, "batch_size": None, "steps": chosen["steps"] or steps}
         return type(self.model).evaluate(*call.args, **call.kwargs)
 
-    def train_on_batch(self, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Keras does, on weights that exist and are the same in every process."""
+    def on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
+        """As Keras' method of this name, on weights that exist and are the same in every process."""
         self._build(x)
-        return type(self.model).train_on_batch(self.model, x, *arguments, **keywords)
+        return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def predict_on_batch(self, x: Any) -> Any:
         """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
@@ -176,6 +209,8 @@ class FitHooks:
         call = inspect.signature(getattr(type(self.model), name)).bind(self.model, *arguments, **keywords)
         shuffle = call.arguments.get("shuffle")
         call.apply_defaults()
+        for part in {"x", "y", "sample_weight", "validation_data"} & call.arguments.keys():
+            call.arguments[part] = keras.tree.map_structure(from_frame, call.arguments[part])
         if shuffle is None and isinstance(call.arguments["x"], tf.data.Dataset) and name == "fit":
             call.arguments["shuffle"] = False  # by default Keras asks for it, then warns that a dataset ignores it
         return call
@@ -187,7 +222,7 @@ class FitHooks:
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
-        if self._in_process and not _is_plain(chosen, self.model):
+        if self._in_process and not is_plain(chosen, self.model):
             chosen["batch_size"] = size
             return
         if chosen["validation_split"]:
@@ -198,15 +233,25 @@ class FitHooks:
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
+        settings = [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")]
+        check_same_arrays(self.group, data, size, settings)
+        endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
-        chosen["x"] = self._batches(arrays, endless=True)
+        chosen["x"] = self._in_form(arrays, endless)
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
         """Arrays to evaluate, as batches in the engine's form, and their steps."""
         arrays = ArrayBatches(data, size)
-        return self._batches(arrays, endless=self.engine.name == "mirrored"), arrays.steps
+        check_same_arrays(self.group, data, size, ())
+        return self._in_form(arrays, endless=self.engine.name == "mirrored"), arrays.steps
+
+    def _in_form(self, arrays: ArrayBatches, endless: bool) -> Any:
+        """Batches in the engine's form; whole ones for a group whose metrics may ask for x."""
+        if self.group is not None and overrides(self.model, "compute_metrics"):
+            return self._deal(arrays.global_batches(endless))
+        return self._batches(arrays, endless)
 
     def _draw_seed(self) -> int:
         """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first process draws it."""
@@ -235,7 +280,7 @@ class FitHooks:
                     "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
                 )
             repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
-            chosen["steps_per_epoch"] = _count_steps(chosen["x"], chosen, "steps_per_epoch")
+            chosen["steps_per_epoch"] = count_steps(chosen["x"], chosen, "steps_per_epoch")
             chosen["x"] = self._deal(repeated)
         self._prepare_validation(chosen, self.global_batch)
 
@@ -250,7 +295,7 @@ class FitHooks:
         if isinstance(data, tf.data.Dataset):
             data = chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
             if self.engine.name == "mirrored":
-                chosen["validation_steps"] = _count_steps(data, chosen, "validation_steps")
+                chosen["validation_steps"] = count_steps(data, chosen, "validation_steps")
                 chosen["validation_data"] = self._deal(data.repeat())
         elif arrays and not self._in_process:
             chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
@@ -268,8 +313,9 @@ class FitHooks:
         """Make the weights of a model that waits for its first batch, so that a group can share them before it."""
         if self.group is None or self.model.built:
             return
-        if isinstance(x, tf.data.Dataset):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(next(iter(batch_samples(x, 1).take(1))))
+        if isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
+            batch = x[0] if isinstance(x, keras.utils.PyDataset) else next(iter(batch_samples(x, 1).take(1)))
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self.model(keras.tree.map_structure(lambda array: tf.convert_to_tensor(array[:1]), x), training=False)
 
     def _share_weights(self) -> None:
@@ -282,25 +328,3 @@ class FitHooks:
 def _inputs(model: Any) -> Any:
     """The inputs of a model that has them before its first batch."""
     return getattr(model, "inputs", None) if model.built else None
-
-
-def _count_steps(dataset: Any, chosen: dict[str, Any], argument: str) -> int:
-    """The steps of this argument, or of the whole dataset."""
-    steps = chosen[argument] or int(dataset.cardinality())
-    if steps < 0:
-        raise RequestError("The dataset's length isn't known.", f"Give {argument}.")
-    return int(steps)
-
-
-def _is_plain(chosen: dict[str, Any], model: Any) -> bool:
-    """Dense arrays, whole epochs, one step at a time."""
-    leaves = [leaf for key in ("x", "y", "sample_weight") for leaf in tf.nest.flatten(chosen[key]) if leaf is not None]
-    weighted = chosen["sample_weight"] is not None or chosen["class_weight"] is not None
-    return (
-        all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.dtype != object for leaf in leaves)
-        and isinstance(chosen["shuffle"], bool)
-        and not (weighted and tf.nest.is_nested(chosen["y"]))
-        and not chosen["validation_split"]
-        and chosen["steps_per_epoch"] is None
-        and model.steps_per_execution == 1
-    )

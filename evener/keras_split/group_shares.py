@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from evener.keras_split.engines.multiworker import Group
+from evener.keras_split.engines.group import Group
 from evener.launched import find_host, launched_device
 from evener.plan import Share
 from evener.share_order import RankInfo, check_agreement, check_places

@@ -22,6 +22,13 @@ class OwnRows(NamedTuple):
     data: Tensors
     size: Any  # own rows that count
     rows: Any  # rows of the global batch
+    whole: Tensors  # of the global batch for the metrics, where x may be own rows
+
+
+def from_frame(leaf: Any) -> Any:
+    """The array of pandas' table or column, which Keras gives a second axis; anything else as it is."""
+    array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
+    return array[:, None] if array is not leaf and array.ndim == 1 else array
 
 
 def count_rows(data: Tensors) -> Any:
@@ -50,6 +57,12 @@ def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
 def take_rows(data: Tensors, rows: Any) -> Tensors:
     """The first `rows` rows of every tensor, masks kept; RequestError for a single number, which has no rows."""
     return _map(lambda tensor: _with_mask(_take(tensor, rows), [tensor], lambda masks: masks[0][:rows]), data)
+
+
+def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
+    """As many `rows` as the whole batch has, of zeros but for these, which begin at `start`."""
+    after = rows - start - tf.shape(tensor, tf.int64)[0]
+    return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 
 
 def join_rows(parts: Sequence[Tensors]) -> Tensors:

@@ -97,7 +97,8 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         if hooks is None or not isinstance(hooks.engine, Workers):
             return Details()
         plan = self._split.plan if self._split else None
-        return hooks.engine.describe(plan.throughput.samples_per_second if plan else 0.0)
+        measured = plan is not None and plan.layout.engine in ("", hooks.engine.name)
+        return hooks.engine.describe(plan.throughput.samples_per_second if plan and measured else 0.0)
 
 
 def _keep_journal(split: Split | None) -> TrainingJournal | None:

@@ -19,9 +19,10 @@ from evener.keras_split.compatibility import check_backend, check_model, warn, w
 from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
 from evener.keras_split.dealt_arrays import read_lengths
 from evener.keras_split.digest import model_digest
+from evener.keras_split.engines.group import Group, group_from_environment
 from evener.keras_split.engines.keras_step import SingleDevice
 from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
-from evener.keras_split.engines.multiworker import Group, Workers, group_from_environment
+from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.group_shares import check_rebalance, order_by_device
@@ -97,8 +98,13 @@ class Split:
         self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
-        if self.why == ONE_PROCESS:
-            warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+            measured = self.plan.layout.engine
+            if self.why == ONE_PROCESS:
+                warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+            elif measured not in ("", self.engine) and self.engine != "solo":
+                warn(
+                    f"The plan was measured with engine={measured!r}, this is {self.engine!r}: expect other samples/s."
+                )
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -190,7 +196,7 @@ class Split:
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
-                f"{who} can't deal rows by length: each pass and process divides a masked loss by its own tokens.",
+                f"{who} can't deal rows by length: all of them have to come together before the loss, as in towers.",
                 "Use engine='towers' and a plan without passes (evener balance --micro off), or leave lengths out.",
             )
         dealer = make_dealer(self.cut.weights, self.cut.weights, ())

@@ -287,6 +287,34 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
         ]
 
 
+ASKING = """
+import json, os
+from evener.launched import ask_for_processes
+ask_for_processes("This model needs them.")
+config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+print(json.dumps([config.get("task"), len(config.get("cluster", {}).get("worker", [])), os.environ["EVENER_DEVICE"]]))
+"""
+
+
+@pytest.mark.parametrize("engine", ["", "towers", "multiworker"])
+def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice(
+    engine: str, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """By a plan without an engine one process starts, says why it can't do it alone, and is replaced by two."""
+    if (count := len(os.sched_getaffinity(0))) < 2:
+        pytest.skip("needs two CPUs")
+    (tmp_path / "train.py").write_text(ASKING)
+    devices = [f"cpu-{i}-of-{count}" for i in range(2)]
+    plan(devices, framework="tensorflow", engine=engine).save(tmp_path / "plan.toml")
+    process = start("launch", "plan.toml", "train.py")
+    output, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    each = [f"[rank {i}] " + json.dumps([{"type": "worker", "index": i}, 2, own]) for i, own in enumerate(devices)]
+    assert sorted(output.splitlines()) == (each if engine != "towers" else ['[null, 0, ""]'])
+    asked = "evener: This model needs them. A process for each device is started."
+    assert said_by_evener(errors)[1:-1] == ([] if engine else [asked])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["own children", "elastic agent"])
 def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(

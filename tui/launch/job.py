@@ -18,7 +18,7 @@ from evener.devices.discover import discover
 from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
-from evener.launched import DEVICE, HOST, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
+from evener.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
 from evener.plan import Plan, Share, load_plan, to_json
 from evener.start_rank import STARTS
 from evener.workloads.user_code import imported_framework
@@ -64,10 +64,19 @@ class Job(msgspec.Struct, frozen=True):
         """The same on every host that has this plan."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
+    def with_a_process_each(self) -> Job:
+        """The same in processes of Keras' engine multiworker."""
+        layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
+        processes = arrange([device for each in self.processes for device in each], one_process=False)
+        plan = msgspec.structs.replace(self.plan, layout=layout)
+        return msgspec.structs.replace(self, plan=plan, processes=processes)
+
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Of the processes: all that they share, and for `start_rank` what each has for itself, with `more`."""
         variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
         variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
+        alone = not self.plan.layout.engine and len(self.processes) < len(self.own)
+        variables |= {ONE_PROCESS: "1" if alone else ""}
         if self.host:
             variables |= {HOST: self.host, **choose_interface(self.host, self.hosts)}
         starts = [self._start(devices) for devices in self.processes]

@@ -15,7 +15,7 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError
-from evener.launched import RUN
+from evener.launched import RUN, WANTS_PROCESSES
 from evener.plan import Plan, load_plan
 from evener.plan_check import describe
 from evener.smaller_plan import leave_out
@@ -24,6 +24,7 @@ from evener.tui.launch import watcher
 from evener.tui.launch.children import run_children
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job, arrange
+from evener.tui.launch.output import named_output
 from evener.tui.launch.working_devices import find_broken
 from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
@@ -88,7 +89,12 @@ def _start(job: Job, restarts_of_agents: int) -> Ending:
         from evener.tui.launch.torch_agent import run_agent
 
         return run_agent(job, restarts_of_agents)
-    return run_children(job)
+    ended = run_children(job)
+    if set(ended.failures.values()) != {WANTS_PROCESSES}:
+        return ended
+    job = job.with_a_process_each()
+    with named_output(job.names) as output:
+        return run_children(msgspec.structs.replace(job, output=output))
 
 
 def _make_next(first: Job, broken: Sequence[Device]) -> Job:

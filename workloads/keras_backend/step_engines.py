@@ -24,6 +24,7 @@ from evener.keras_split.compatibility import check_passes
 from evener.keras_split.engines.mirrored import Mirrored
 from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
+from evener.keras_split.nested_rows import OwnRows
 from evener.keras_split.split import Split
 from evener.workloads.protocol import Place
 
@@ -263,7 +264,11 @@ class MultiworkerEngine(SingleDeviceEngine):
         self._function = tf.function(self._run, input_signature=signature, autograph=False)
 
     def _run(self, batch: Any, rows: Any) -> Any:
-        return self._workers.train_on_rows(batch, _count(batch), rows)
+        count = _count(batch)
+        whole = keras.tree.map_structure(
+            lambda each: tf.gather(each, tf.range(rows) % count), batch
+        )  # as many, for metrics
+        return self._workers.train_on_rows(OwnRows(batch, count, rows, whole))
 
     def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
         """Own rows; the other ranks make theirs."""

@@ -8,20 +8,22 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from evener.keras_split.compatibility import warn_inner_metric
+from evener.keras_split.engines.keras_step import main_part
+from evener.keras_split.part_kinds import ROWS, SAME, SUM, PartKinds
 
+CHAINED, ADDED = "chained", "added"
 SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no two draw the same
 
 
 class StateUpdate(NamedTuple):
-    """A state's new value after one device's calls; `chained` if the next device's call starts from it.
+    """A state's new value after one device's calls, and how it is put together with the other devices'.
 
-    `added`: the value is what the calls of this device add to the state.
+    CHAINED: the next device's call starts from it; ADDED: it is what the calls add to the state; else as measured.
     """
 
     state: Any
     value: Any
-    chained: bool
-    added: bool = False
+    kind: str
 
 
 class StepStates:
@@ -30,7 +32,8 @@ class StepStates:
     So no two devices draw the same numbers, and a metric inside a layer counts the rows of all devices.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, found: PartKinds) -> None:
+        self._kinds = kinds_of_states(model, found)
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
         self._variables = list(every.values())
@@ -48,17 +51,32 @@ class StepStates:
             value = tf.convert_to_tensor(state)
             if id(state) in self._metrics:
                 value = tf.zeros_like(value)
-            elif _is_seed(state) and device:
+            elif is_seed(state) and device:
                 value += tf.cast([0, device * SEED_STEP], value.dtype)
             starts.append((state, value))
         return starts
 
     def pass_update(self, state: Any, value: Any) -> StateUpdate:
         """What a device's passes made of a state."""
-        metric = id(state) in self._metrics
-        if metric:
-            warn_inner_metric(state)
-        return StateUpdate(state, value, _is_seed(state), added=metric)
+        if id(state) not in self._metrics:
+            return StateUpdate(state, value, self._kinds[id(state)])
+        warn_inner_metric(state)
+        return StateUpdate(state, value, ADDED)
+
+    def after_pass(self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any) -> Any:
+        """A state's value after another pass, on a `part` of the device's rows; all passes but chained ones `start`."""
+        if id(state) in self._metrics:
+            return tf.where(part > 0, new, before)  # a filler row counts in none
+        kind = self._kinds[id(state)]
+        if kind == CHAINED:
+            return new
+        if kind == SAME:
+            return tf.where(first, new, before)
+        return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
+
+    def starts_anew(self, state: Any) -> bool:
+        """Whether every pass starts from the step's value of a state."""
+        return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
 
     def collect_updates(self, scope: Any, size: Any) -> list[StateUpdate]:
         """What a call in this StatelessScope updated; metrics don't count the filler row of a device with `size` 0."""
@@ -71,8 +89,8 @@ class StepStates:
             if metric:
                 warn_inner_metric(state)
                 new = tf.where(size > 0, new, tf.convert_to_tensor(state) if before is None else before)
-            update = StateUpdate(state, new, metric or _is_seed(state))
-            if update.chained:
+            update = StateUpdate(state, new, CHAINED if metric else self._kinds[id(state)])
+            if update.kind == CHAINED:
                 self._chained[id(state)] = (state, new)
             found.append(update)
         return found
@@ -81,7 +99,7 @@ class StepStates:
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
     """Assign the states that the calls updated, each call on this part of the rows.
 
-    Averages are averaged by rows; of chained states and counters the last call's value is kept.
+    Averages are averaged by rows, sums summed; of chained states the last call's value is kept, of others the first's.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -89,13 +107,34 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
             found.setdefault(id(update.state), []).append((part, update))
     for values in found.values():
         _, last = values[-1]
-        if last.added:
+        if last.kind == ADDED:
             last.state.assign_add(tf.add_n([update.value for _, update in values]))
-        elif last.chained or not tf.as_dtype(last.state.dtype).is_floating:
-            last.state.assign(last.value)
+        elif last.kind in (CHAINED, SAME):
+            last.state.assign((last if last.kind == CHAINED else values[0][1]).value)
         else:
-            last.state.assign(tf.add_n([tf.cast(part, update.value.dtype) * update.value for part, update in values]))
+            start = tf.convert_to_tensor(last.state)
+            last.state.assign(start + tf.add_n([change(update, start, part) for part, update in values]))
 
 
-def _is_seed(state: Any) -> bool:
+def adds_up(kind: str) -> bool:
+    """Whether a state's new value comes from the changes of all devices."""
+    return kind in (ROWS, SUM)
+
+
+def change(update: StateUpdate, start: Any, part: Any) -> Any:
+    """What one device's calls, on this part of the rows, add to a state that adds up by rows or as a sum."""
+    return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
+
+
+def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
+    """How the values that several devices give to each state are put together, by the state's id."""
+    kinds = {}
+    for place, state in enumerate(model.non_trainable_variables):
+        unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
+        kinds[id(state)] = CHAINED if is_seed(state) else found.states.get(place, unknown)
+    return kinds
+
+
+def is_seed(state: Any) -> bool:
+    """Whether a state is what random numbers are drawn from."""
     return bool(state.name == "seed_generator_state")

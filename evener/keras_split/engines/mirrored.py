@@ -51,7 +51,7 @@ class Mirrored:
         rows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(size, tf.float32))
         with tf.GradientTape() as tape:
             outputs = take_rows(call_model(model, x, True), size)
-            check_mask(outputs, f"engine='{self.name}'")
+            check_mask(outputs)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
             mean = loss / _keras_scale(loss.dtype)
             scaled = model.optimizer.scale_loss(mean * (tf.cast(size, loss.dtype) / tf.cast(rows, loss.dtype)))

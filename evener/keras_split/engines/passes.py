@@ -1,7 +1,7 @@
 """A device's rows in passes: forward and backward on some of them at a time, gradients summed, one optimizer step.
 
-The loss of a pass is the mean over its rows, weighted by them, so only means over rows are exact (`compatibility`
-refuses others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
+The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact (`part_kinds` refuses
+others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
 serves any number of them.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import NO_PASSES, check_mask
-from evener.keras_split.engines.keras_step import call_on_copies, loss_with
+from evener.keras_split.engines.keras_step import call_on_copies, main_part, part_of_loss, scale_loss
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
+from evener.keras_split.part_kinds import PartKinds
 
 HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
 
@@ -26,7 +26,7 @@ class PassSums(NamedTuple):
 
     outputs: Tensors  # for all of them
     loss: Any  # their part of the batch's mean
-    gradients: list[Any]  # of the part of the scaled loss, for each trainable weight
+    gradients: list[Any]  # of the part of the scaled loss, for each trainable weight; None where it reaches none
     updates: list[StateUpdate]
 
 
@@ -36,16 +36,20 @@ class DevicePasses:
     `rows` are those of the whole batch.
     """
 
-    def __init__(self, model: Any, device: str, number: int, data: Tensors, size: Any, rows: Any) -> None:
+    def __init__(
+        self, model: Any, found: PartKinds, device: str, number: int, data: Tensors, size: Any, rows: Any
+    ) -> None:
         self.model = model
+        self.found = found
         self.device = device
         self._data = data
         self._size = size
         self._rows = rows
-        self._states = StepStates(model)
+        self._states = StepStates(model, found)
         self._starts = self._states.pass_starts(number)
         self._copies = [tf.identity(variable) for variable in model.trainable_variables]
         self._changed: set[int] = set()  # ids of states that a pass updates
+        self._reached: list[int] = []  # places of the weights that have a gradient
 
     def run(self, passes: Any) -> PassSums:
         """Run so many passes of nearly one size, one after another; one if the device has no row that counts."""
@@ -77,10 +81,13 @@ class DevicePasses:
                 sums = [one + other for one, other in zip(sums, gradients, strict=True)]
                 return after, total + loss, sums, values, arrays
 
-        begin = (first, tf.zeros([], loss.dtype), list(map(tf.zeros_like, self._copies)), values, arrays)
+        zeros = [tf.zeros_like(self._copies[place]) for place in self._reached]
+        begin = (first, tf.zeros([], loss.dtype), zeros, values, arrays)
         _, total, sums, values, arrays = tf.while_loop(is_left, body, begin, parallel_iterations=1)
         joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
-        return PassSums(joined, total, list(sums), self._updates(values))
+        by_place = dict(zip(self._reached, sums, strict=True))
+        gradients = [by_place.get(place) for place in range(len(self._copies))]
+        return PassSums(joined, total, gradients, self._updates(values))
 
     def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
         """Outputs, part of the loss, gradients and states of the pass on rows `start` to `stop`."""
@@ -91,23 +98,32 @@ class DevicePasses:
         with tf.device(self.device), tf.GradientTape(watch_accessed_variables=False) as tape:
             copies = [tf.identity(copy) for copy in self._copies]
             tape.watch(copies)
-            states = [(state, value) for (state, _), value in zip(self._starts, values, strict=True)]
+            states = self._begin(values)
             outputs, added, regularizers, scope = call_on_copies(model, x, True, copies, states)
-            outputs, y, weight = take_rows(outputs, count), take_rows(y, count), take_rows(weight, count)
-            check_mask(outputs, "A plan with passes", NO_PASSES)
-            loss = loss_with(model, [*added, *regularizers], x, y, outputs, weight, True)
-            loss *= tf.cast(count, loss.dtype) / tf.cast(self._rows, loss.dtype)
-            scaled = model.optimizer.scale_loss(loss)
+            part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
+            parts = (part, main_part(self.found.loss, part))
+            loss = part_of_loss(model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts)
+            scaled = scale_loss(model, loss)
         with tf.device(self.device):
-            zero = tf.UnconnectedGradients.ZERO
-            gradients = map(tf.convert_to_tensor, tape.gradient(scaled, copies, unconnected_gradients=zero))
-            return outputs, loss, list(gradients), self._note(values, scope)
+            gradients = tape.gradient(scaled, copies)
+            self._reached = [place for place, gradient in enumerate(gradients) if gradient is not None]
+            reached = [tf.convert_to_tensor(gradients[place]) for place in self._reached]
+            return take_rows(outputs, count), loss, reached, self._note(start, count, values, states, scope)
 
-    def _note(self, values: Sequence[Any], scope: Any) -> list[Any]:
-        """The states after a pass that began with these values."""
-        after = [scope.get_current_value(state) for state, _ in self._starts]
-        pairs = zip(self._starts, values, after, strict=True)
-        self._changed |= {id(state) for (state, _), value, new in pairs if new is not value}
+    def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The states with what a pass starts from, after passes that left these values."""
+        pairs = zip(self._starts, values, strict=True)
+        return [(state, begin if self._states.starts_anew(state) else value) for (state, begin), value in pairs]
+
+    def _note(self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any) -> list[Any]:
+        """The states after a pass of `count` rows from `start` that began with `states`, after others' `values`."""
+        part, after = count / tf.maximum(self._size, 1), []
+        for value, (state, begin) in zip(values, states, strict=True):
+            new = scope.get_current_value(state)
+            if new is not begin:
+                self._changed.add(id(state))
+                value = self._states.after_pass(state, value, begin, new, part, start == 0)
+            after.append(value)
         return after
 
     def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:

@@ -8,6 +8,7 @@ the rows of a batch (BatchNormalization) see their device's rows alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,17 +19,25 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras_split.batch_bounds import Cut
 from evener.keras_split.dealt_arrays import DealtArrays, cut_pieces, pad_steps
-from evener.keras_split.engines.keras_step import call_on_copies, loss_with, update_metrics
+from evener.keras_split.engines.keras_step import (
+    apply_gradients,
+    call_on_copies,
+    loss_with,
+    scale_loss,
+    update_metrics,
+    weigh_added,
+)
 from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
 from evener.keras_split.engines.passes import DevicePasses, PassSums
 from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
+from evener.keras_split.part_kinds import PartKinds
 
 
 class Tower(NamedTuple):
     """The result of one device's rows."""
 
     outputs: Tensors
-    losses: list[Any]  # of activity regularizers and add_loss: means over the device's rows
+    losses: list[Any]  # of activity regularizers and add_loss
     updates: list[StateUpdate]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
@@ -44,6 +53,7 @@ class Towers:
         self.model = model
         self.devices = tuple(devices)
         self.cut = cut
+        self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)  # of training, of evaluation
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, with the rows spread over the devices."""
@@ -61,13 +71,12 @@ class Towers:
         sums: list[PassSums] = []
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                sums.append(DevicePasses(model, device, number, part, size, rows).run(self.cut.passes(number, size)))
+                passes = DevicePasses(model, self.kinds[True], device, number, part, size, rows)
+                sums.append(passes.run(self.cut.passes(number, size)))
         with tf.device(self.devices[0]):
             parts = [tf.cast(size, tf.float64) / tf.cast(rows, tf.float64) for _, size in pieces]
             assign_updates([(part, each.updates) for part, each in zip(parts, sums, strict=True)])
-            if model.trainable_weights:
-                gradients = [tf.add_n(each) for each in zip(*(each.gradients for each in sums), strict=True)]
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+            apply_gradients(model, [_sum(each) for each in zip(*(each.gradients for each in sums), strict=True)])
             loss = tf.add_n([each.loss for each in sums])
             return update_metrics(model, loss, rows, x, y, join_rows([each.outputs for each in sums]), weight)
 
@@ -89,10 +98,8 @@ class Towers:
                     tape.watch(_floats(tower.outputs) + tower.losses)
                 outputs = _join_outputs(towers, x, dealt)
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
-                scaled = model.optimizer.scale_loss(loss)
-            if model.trainable_weights:
-                gradients = self._gradients(tape, scaled, towers)
-                model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+                scaled = scale_loss(model, loss)
+            apply_gradients(model, self._gradients(tape, scaled, towers) if model.trainable_weights else [])
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
@@ -129,7 +136,7 @@ class Towers:
         if not self.model.built:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
-        states = StepStates(self.model)
+        states = StepStates(self.model, self.kinds[training])
         for device, (part, size) in zip(self.devices, pieces, strict=True):
             with tf.device(device):
                 towers.append(self._tower(part, size, rows, training, states))
@@ -150,10 +157,14 @@ class Towers:
         return Tower(outputs, losses, states.collect_updates(scope, size), copies, tape, share)
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
-        """The model's loss on the whole batch, with the losses from inside the model averaged by rows."""
-        model = self.model
-        each = zip(*(tower.losses for tower in towers), strict=True)
-        added = [tf.add_n([tf.cast(t.part, o.dtype) * o for t, o in zip(towers, own, strict=True)]) for own in each]
+        """The model's loss on the whole batch, with the losses from inside the model put together."""
+        model, found = self.model, self.kinds[training]
+        added = [
+            tf.add_n(
+                [weigh_added(found.added_kind(place), o, t.part, o.dtype) for t, o in zip(towers, own, strict=True)]
+            )
+            for place, own in enumerate(zip(*(tower.losses for tower in towers), strict=True))
+        ]
         return loss_with(model, [*added, *model.losses] if added else [], x, y, outputs, weight, training)
 
     def _gradients(self, tape: Any, scaled: Any, towers: list[Tower]) -> list[Any]:
@@ -163,8 +174,10 @@ class Towers:
         parts = [direct]
         for device, tower, targets, flow in zip(self.devices, towers, heads, flows, strict=True):
             with tf.device(device):
-                flow = [tf.zeros_like(t) if f is None else f for t, f in zip(targets, flow, strict=True)]
-                parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
+                reached = [(target, each) for target, each in zip(targets, flow, strict=True) if each is not None]
+                if reached:
+                    targets, flow = map(list, zip(*reached, strict=True))
+                    parts.append(tower.tape.gradient(targets, tower.copies, output_gradients=flow))
         return [_sum(each) for each in zip(*parts, strict=True)]
 
 
@@ -187,7 +200,7 @@ def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None
 
 
 def _floats(outputs: Tensors) -> list[Any]:
-    return [tensor for tensor in keras.tree.flatten(outputs) if tensor.dtype.is_floating]
+    return [tensor for tensor in keras.tree.flatten(outputs) if tensor.dtype.is_floating or tensor.dtype.is_complex]
 
 
 def _sum(gradients: Sequence[Any]) -> Any:

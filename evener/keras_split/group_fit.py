@@ -1,0 +1,126 @@
+"""What a group does around its steps as one process would: start from one state, stop together, write files once."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import callbacks as kinds
+
+from evener.keras_split.engines.multiworker import Workers
+from evener.whole_files import write_atomically
+
+WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)
+BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+class Together(kinds.Callback):  # type: ignore[misc]
+    """The last callback of a fit: starts every process from the first one's state, and stops all when one stops."""
+
+    def __init__(self, engine: Workers, share_weights: Callable[[], None], backup: Any) -> None:
+        super().__init__()
+        self._engine = engine
+        self._group = engine.group
+        self._share_weights = share_weights
+        self._backup = backup
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """After what the first process has restored."""
+        if self._backup is not None:
+            _match_epoch(self._backup)
+        epoch = getattr(self.model, "_initial_epoch", None) or 0
+        (first,) = self._group.sum_now([tf.constant(0.0 if self._group.rank else float(epoch))])
+        self.model._initial_epoch = int(first)
+        self._share_weights()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The first process has written its files by then."""
+        self.agree()
+        self._engine.check_data()
+
+    def agree(self) -> None:
+        """Stop if any process wants to."""
+        (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
+        self.model.stop_training = bool(stops > 0)
+
+
+class TogetherEachBatch(Together):
+    """The same where callbacks may stop in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """One more sum between the processes."""
+        self.agree()
+
+
+def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], None]) -> list[Any]:
+    """The callbacks of this process: only the first one's write files; what comes last keeps all in step."""
+    group = engine.group
+    own = keras.tree.flatten(given.callbacks if isinstance(given, kinds.CallbackList) else given or [])
+    (stopping,) = group.sum_now([tf.constant(float(sum(map(_may_stop, own))))])
+    backup = None
+    if group.rank:
+        own = [each for each in own if not isinstance(each, WRITERS)]
+    for each in own:
+        if isinstance(each, kinds.ModelCheckpoint) and group.rank:
+            each._should_save_model = functools.partial(_only_judge, each._should_save_model)
+        if isinstance(each, kinds.BackupAndRestore):
+            backup, each._save_model = each, functools.partial(_save_backup, each)
+    kind = TogetherEachBatch if stopping > 0 else Together
+    return [*own, kind(engine, share_weights, backup)]
+
+
+def _may_stop(callback: Any) -> bool:
+    """Whether a callback looks at batches, and isn't one of Keras' that do the same in every process."""
+    kind = type(callback)
+    known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
+    own = (name in vars(callback) or getattr(kind, name) is not getattr(kinds.Callback, name) for name in BATCH_HOOKS)
+    return not known and any(own)
+
+
+def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool:
+    """A ModelCheckpoint that keeps its best figure, and writes nothing."""
+    judge(*figures, **named)
+    return False
+
+
+def _save_backup(backup: Any) -> None:
+    """As BackupAndRestore does, but killed at any moment it leaves weights, and says of which epoch they are."""
+    path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = getattr(backup, "saved", backup.model._initial_epoch or 0)
+    note = {"epoch": backup._current_epoch, "batch": backup._last_batch_seen, "steps": steps, "before": before}
+    write_atomically(path, json.dumps(note).encode())
+    backup.model.save_weights(backup._weights_path)
+    backup.saved = backup._current_epoch
+
+
+def _match_epoch(backup: Any) -> None:
+    """The epoch of the weights that were restored: those of the save before, if the last one was interrupted."""
+    with suppress(OSError):
+        note = json.loads(Path(backup._training_metadata_path).read_text())
+        if note.get("steps", int(backup.model.optimizer.iterations)) != int(backup.model.optimizer.iterations):
+            backup.model._initial_epoch = note["before"]
+
+
+def save_whole(rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
+    """`save` or `save_weights` in one step: whoever reads the file, or is killed meanwhile, has a whole one."""
+    path = str(filepath)
+    other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
+    if other or not path.endswith((".keras", ".h5")):
+        return save(filepath, *arguments, **named)
+    folder, name = os.path.split(os.path.realpath(path))
+    temporary = os.path.join(folder, f".rank{rank}.{name}")
+    try:
+        save(temporary, *arguments, **named)
+        os.replace(temporary, os.path.join(folder, name))
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+    return None

@@ -1,0 +1,191 @@
+"""By what the loss of a batch adds up from those of its parts: measured on outputs that exist, with changed labels too.
+
+Labels of one class or masks of one length would hide what a loss is a mean over, so they are changed until they tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from evener.keras_split.compatibility import warn
+from evener.keras_split.engines.keras_step import loss_with, own_loss
+from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
+from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
+from evener.keras_split.traceless import traceless
+from evener.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
+
+ROUNDING = {"float64": MIXED_ROUNDING, "float32": FLOAT32_ROUNDING}
+
+CLOSE = {"float64": 1e-10}  # of figures that aren't tried with other labels
+
+
+def judge_loss(
+    model: Any, data: Tensors, outputs: Tensors, losses: Sequence[Any], edges: Sequence[int], training: bool
+) -> tuple[str, str]:
+    """The kind of the model's loss on these rows, and a sentence where there is none; `losses` are those of layers."""
+    x, y, weight = data
+    left: list[str] | None = None
+    for number, changed in enumerate(_variants(model, y, outputs, weight)):
+        try:
+            figures, together = _read(model, x, changed, losses, edges, training)
+        except Exception as error:
+            if number:
+                continue
+            said = first_line(error)
+            if _is_computed(model, (*data, outputs), losses, training):
+                return OTHER, f"The loss of {edges[-1]} rows can be computed, but not of {edges[1]} of them: {said}"
+            warn(f"{model.name}'s loss couldn't be checked before its first step: {said}")
+            return ROWS, ""
+        whole, apart = figures.whole, abs(together - figures.whole - sum(float(tf.reduce_sum(loss)) for loss in losses))
+        if not np.isfinite(whole):
+            continue
+        if apart > figures.rounding * max(abs(together), abs(whole)):
+            return OTHER, f"{type(model).__name__}.compute_loss doesn't just add the losses of its layers."
+        kinds = [*judge(figures).mean_over, *([SUM] if _is_sum(whole, figures.parts, figures.rounding) else [])]
+        left = [kind for kind in (kinds if left is None else left) if kind in kinds]
+        if not left:
+            return OTHER, describe(figures)
+    kinds = left or [ROWS]
+    return next((kind for kind in (*COUNTS, ROWS, SUM) if kind in kinds), ROWS), ""
+
+
+def kind_of(whole: float, parts: Sequence[float], sizes: Sequence[int]) -> str:
+    """ROWS, SUM or OTHER: by what one figure adds up."""
+    rounding = CLOSE.get(keras.config.floatx(), FLOAT32_ROUNDING)
+    if judge(LossFigures(whole, tuple(parts), {ROWS: tuple(sizes)}, rounding)).mean_over:
+        return ROWS
+    return SUM if _is_sum(whole, parts, rounding) else OTHER
+
+
+def count_all(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> dict[str, Any]:
+    """What these rows have of all that a mean may be over beside rows, as float tensors."""
+    found = {}
+    masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+    mask = next((each for each in masks if each is not None), None)
+    if mask is not None:
+        found["steps"] = tf.reduce_sum(tf.cast(mask, tf.float64))
+    ignored = getattr(model.loss, "ignore_class", None)
+    if ignored is not None and tf.is_tensor(y):
+        found["labels"] = tf.reduce_sum(tf.cast(y != tf.cast(ignored, y.dtype), tf.float64))
+    if tf.is_tensor(weight):
+        each = tf.cast(weight, tf.float64)
+        if mask is not None:
+            each = tf.reshape(each, [-1, *[1] * (mask.shape.rank - 1)]) if each.shape.rank == 1 else each
+            each *= tf.cast(mask, tf.float64)
+        found["weights"] = tf.reduce_sum(each)
+    return found
+
+
+def _read(
+    model: Any, x: Tensors, changed: Tensors, losses: Sequence[Any], edges: Sequence[int], training: bool
+) -> tuple[LossFigures, float]:
+    """Figures of the loss of all rows and of each part, and the loss of all rows with those of layers."""
+    figures, counts, totals = [], [], []
+    for start, stop in ((0, edges[-1]), *pairwise(edges)):
+        own, (y, outputs, weight) = cut_rows(x, start, stop), [_cut_masked(each, start, stop) for each in changed]
+        with traceless(model):
+            loss = own_loss(model, losses, (own, y, outputs, weight), training)
+            totals.append(float(loss_with(model, losses, own, y, outputs, weight, training) if not start else 0))
+        figures.append(float(loss))
+        counts.append(
+            {ROWS: stop - start} | {name: float(n) for name, n in count_all(model, y, outputs, weight).items()}
+        )
+    whole, *parts = figures
+    rounding = ROUNDING.get(loss.dtype.name, FLOAT32_ROUNDING)
+    by_name = {name: tuple(float(each[name]) for each in counts[1:]) for name in counts[0]}
+    return LossFigures(whole, tuple(parts), by_name, rounding), totals[0]
+
+
+def first_line(error: Exception) -> str:
+    """What an error of Keras or TensorFlow says, without where."""
+    plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
+    lines = [line.strip() for line in plain.splitlines() if line.strip() and not line.startswith("Exception encounter")]
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> bool:
+    """Whether the loss of the whole batch can be computed; if not, the step will say why."""
+    x, y, weight, outputs = batch
+    with traceless(model), suppress(Exception):
+        own_loss(model, losses, (x, y, outputs, weight), training)
+        return True
+    return False
+
+
+def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
+    """Rows with their masks."""
+    cut = cut_rows(data, start, stop)
+    for one, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
+        if (mask := getattr(one, "_keras_mask", None)) is not None:
+            part._keras_mask = mask[start:stop]
+    return cut
+
+
+def _is_sum(whole: float, parts: Sequence[float], rounding: float) -> bool:
+    return abs(whole - sum(parts)) <= rounding * max(abs(whole), *map(abs, parts))
+
+
+def _variants(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> Iterator[tuple[Tensors, Tensors, Any]]:
+    """(y, outputs, weight) as they are, and with changed masks, weights and labels."""
+    yield y, outputs, weight
+    if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
+        yield y, _with_other_masks(outputs), weight
+    if tf.is_tensor(weight):
+        yield y, outputs, weight * tf.cast(_ramp(weight), weight.dtype)
+    labels, found = keras.tree.flatten(y), keras.tree.flatten(outputs)
+    if len(labels) != len(found) or not all(map(tf.is_tensor, labels)):
+        return
+    ignored = getattr(model.loss, "ignore_class", None)
+    for change in (_other_labels, functools.partial(_padded_labels, 0 if ignored is None else ignored)):
+        pairs = zip(labels, found, strict=True)
+        changed = [tf.cast(change(np.asarray(own), output), own.dtype) for own, output in pairs]
+        yield keras.tree.pack_sequence_as(y, changed), outputs, weight
+
+
+def _ramp(values: Any) -> Any:
+    """A factor for each row, from little to 2."""
+    return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
+
+
+def _are_whole(y: Any) -> bool:
+    return bool(y.dtype.kind in "iu" or (y.dtype.kind == "f" and (y == np.round(y)).all()))
+
+
+def _other_labels(y: Any, outputs: Any) -> Any:
+    """Labels of another class in each row, or values that grow from row to row."""
+    rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    classes = int(outputs.shape[-1]) if outputs.shape.rank > 1 else 1
+    if not _are_whole(y):
+        return y * _ramp(y) if y.dtype.kind == "f" else y
+    if y.min() < 0 or y.max() >= max(classes, 2):
+        return y
+    one_hot = y.ndim > 1 and y.shape[-1] == classes > 1
+    return np.take_along_axis(y, (np.arange(classes) - rows) % classes, -1) if one_hot else (y + rows) % max(classes, 2)
+
+
+def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
+    """Whole labels of which each row has more padding than the one before."""
+    if not _are_whole(y) or y.ndim < 2 or y.shape[-1] < 2:
+        return y
+    rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    return np.where(np.cumsum(np.ones_like(y), axis=-1) > 1 + rows % y.shape[-1], padding, y)
+
+
+def _with_other_masks(outputs: Tensors) -> Tensors:
+    """The same outputs, of whose rows the first 1, 2, 3... steps are left."""
+    changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
+    for each in keras.tree.flatten(changed):
+        mask = getattr(each, "_keras_mask", None)
+        if mask is not None and mask.shape.rank > 1:
+            rows, steps = np.indices(mask.shape)[:2]
+            each._keras_mask = tf.constant(steps <= rows % mask.shape[1])
+    return changed

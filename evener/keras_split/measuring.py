@@ -1,0 +1,183 @@
+"""Measures, before the first step, what parts of a batch have in common with the whole: outputs, losses, states.
+
+A few rows of the first batch go through the model at once and in two unequal parts, outside the training's graph.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from evener.keras_split.compatibility import list_normalizations, warn
+from evener.keras_split.engines.keras_step import call_model, split_losses
+from evener.keras_split.engines.layer_state import is_seed
+from evener.keras_split.loss_kinds import CLOSE, first_line, judge_loss, kind_of
+from evener.keras_split.nested_rows import Tensors, cut_rows
+from evener.keras_split.part_kinds import OTHER, ROWS, SAME, SUM, PartKinds
+from evener.keras_split.traceless import equal_rows, traceless
+
+MOST_ROWS = 8
+OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3}  # relative to the largest; other kernels add in another order
+HALF_DIFFERS = 5e-2
+
+
+class CallResult(NamedTuple):
+    """What a call on some rows gave."""
+
+    outputs: Tensors
+    losses: list[Any]  # of layers
+    added: list[float]  # the same without regularizers
+    states: dict[int, Any]  # new values by place
+
+
+def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
+    """What is found with the first rows, (x, y, weight), of a batch of `whole`; `partial`: its parts have own losses.
+
+    What fails on the whole batch too says nothing here: the step will say it, and else there was a warning.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    batch = int(leaves[0].shape[0])
+    if not model.built:
+        model(cut_rows(data[0], 0, 1), training=False)
+    if any(int(leaf.shape[0]) != batch for leaf in leaves):
+        axes = ", ".join(str(int(leaf.shape[0])) for leaf in leaves)
+        return PartKinds(fault=f"The first axes of a batch's arrays are {axes}: they have to be its rows.")
+    if batch < 2:  # a second row, of other numbers
+        data, batch = tf.nest.map_structure(_add_row, data), 2
+    rows = min(batch, MOST_ROWS)
+    try:
+        result = _call(model, cut_rows(data[0], 0, rows), training)
+    except Exception as error:
+        return _fault_of_rows(model, data[0], training, rows, whole, error)
+    return _compare(model, cut_rows(data, 0, rows), rows, result, training, partial)
+
+
+def _add_row(row: Any) -> Any:
+    return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
+
+
+def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
+    """What it means that some rows can't be computed alone."""
+    own = int(keras.tree.flatten(x)[0].shape[0])
+    try:
+        if rows >= own:
+            raise error
+        _call(model, x, training)
+    except Exception as fault:
+        if own < batch and isinstance(fault, tf.errors.InvalidArgumentError):  # as the shapes of a part don't fit
+            return PartKinds(fault=f"{own} of a batch's {batch} rows can't be computed alone: {first_line(fault)}")
+        warn(f"{model.name} couldn't be checked before its first step: {first_line(fault)}")
+        return PartKinds()
+    return PartKinds(fault=_say_alone(rows, own, error))
+
+
+def _say_alone(rows: int, batch: int, error: Exception) -> str:
+    return f"The model computes {batch} rows, but not {rows} of them alone: {first_line(error)}"
+
+
+def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None = None) -> CallResult:
+    """The model on these rows, without a trace; `states` have these values instead of theirs."""
+    every = model.non_trainable_variables
+    with traceless(model, [(every[place], value) for place, value in (states or {}).items()]) as scope, equal_rows():
+        outputs = call_model(model, x, training)
+        losses = list(model.losses)
+        states = {
+            place: np.asarray(value)
+            for place, state in enumerate(every)
+            if not is_seed(state) and (value := scope.state_mapping.get(id(state))) is not None
+        }
+    return CallResult(outputs, losses, [float(tf.reduce_sum(loss)) for loss in split_losses(model, losses)[0]], states)
+
+
+def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool) -> PartKinds:
+    """What two parts of these rows have in common with the whole."""
+    x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
+    sizes = (edges[1], rows - edges[1])
+    cut = [cut_rows(x, start, stop) for start, stop in pairwise(edges)]
+    try:
+        parts = [_call(model, each, training) for each in cut]
+    except Exception as error:
+        return PartKinds(fault=_say_alone(sizes[0], rows, error))
+    fault = _find_fault(whole.outputs, [part.outputs for part in parts], rows, sizes)
+    if fault and training and _is_random(model, x, whole):
+        return measure(model, data, False, partial)
+    if fault:
+        return PartKinds(fault=fault)
+    added = [kind_of(one, each, sizes) for one, *each in zip(whole.added, *(part.added for part in parts), strict=True)]
+    states = _judge_states(model, {}, whole, parts, sizes)
+    if whole.states:  # a sum that decays looks like a sum while it is 0
+        again = [_call(model, each, training, whole.states) for each in (x, *cut)]
+        later = _judge_states(model, whole.states, again[0], again[1:], sizes)
+        states = {place: kind if later.get(place, kind) == kind else OTHER for place, kind in states.items()}
+    loss, seen = judge_loss(model, data, whole.outputs, whole.losses, edges, training) if partial else (ROWS, "")
+    return PartKinds(loss, tuple(added), states, seen)
+
+
+def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[int, ...]) -> str:
+    """Why outputs can't be put together from those of parts; "" if they can."""
+    for one, *each in zip(keras.tree.flatten(whole), *map(keras.tree.flatten, parts), strict=True):
+        if one.shape.rank == 0:
+            return "An output of the model is a single number, so it can't be put together from the devices' rows."
+        lengths = [int(tensor.shape[0]) for tensor in (one, *each)]
+        if lengths != [rows, *sizes]:
+            return f"An output of the model has a first axis of {lengths[0]} for {rows} rows: it isn't the rows."
+        joined = [tensor.shape[1:] for tensor in each]
+        if any(shape != one.shape[1:] for shape in joined):
+            shapes = f"{tuple(one.shape)} for {rows} rows, but {tuple(each[0].shape)} for {sizes[0]} of them"
+            return f"An output of the model has the shape {shapes}."
+        if not _is_close(one, tf.concat(each, 0)):
+            return "A row's output of the model depends on the other rows of its batch."
+    return ""
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if not (one.dtype.is_floating or one.dtype.is_complex):
+        return True  # of labels a tie may change one
+    differ = OUTPUTS_DIFFER.get(one.dtype.real_dtype.name, HALF_DIFFERS)
+    first, second = (np.asarray(each, np.complex128 if one.dtype.is_complex else np.float64) for each in (one, other))
+    return bool(
+        np.allclose(first, second, rtol=0, atol=differ * np.nanmax(np.abs(first), initial=1e-30), equal_nan=True)
+    )
+
+
+def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
+    """Whether the same rows have other outputs when they are called again."""
+    again = _call(model, x, True)
+    pairs = zip(keras.tree.flatten(whole.outputs), keras.tree.flatten(again.outputs), strict=True)
+    return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
+
+
+def _judge_states(
+    model: Any, starts: dict[int, Any], whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
+) -> dict[int, str]:
+    """By what the changes of each assigned state add up, from these values; of BatchNormalization, by rows."""
+    normal = {id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables}
+    every = model.non_trainable_variables
+    found = {place: ROWS for place, state in enumerate(every) if id(state) in normal}
+    for place, value in whole.states.items():
+        before = starts[place] if place in starts else tf.convert_to_tensor(every[place]).numpy()
+        found[place] = _judge_state(before, value, [part.states.get(place, before) for part in parts], sizes)
+    return found
+
+
+def _judge_state(before: Any, whole: Any, parts: list[Any], sizes: tuple[int, ...]) -> str:
+    if whole.dtype.kind not in "iuf":
+        return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
+    first = np.asarray(whole, np.float64)
+    start, *each = (np.asarray(value, np.float64) for value in (before, *parts))
+    scale = CLOSE.get(whole.dtype.name, 1e-3) * max(np.abs(value).max(initial=0.0) for value in (first, start, *each))
+    changes = [value - start for value in each]
+    meant = {
+        SAME: each[0],
+        ROWS: start + sum(size * change for size, change in zip(sizes, changes, strict=True)) / sum(sizes),
+        SUM: start + sum(changes),
+    }
+    kinds = (SAME, ROWS, SUM) if whole.dtype.kind == "f" else (SAME, SUM)
+    fit = [kind for kind in kinds if np.allclose(first, meant[kind], rtol=0, atol=scale)]
+    if SAME in fit and not np.allclose(each[0], each[1], rtol=0, atol=scale):
+        fit.remove(SAME)
+    return fit[0] if fit else OTHER

@@ -1,0 +1,88 @@
+"""A group of two processes does with a user's callbacks, metrics and data what one process does, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import skip_without
+from tests.support.keras_start import Answers
+
+skip_without("tensorflow")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
+
+CASES = [
+    *("metrics of batches, maxima and x", "confusion matrices and weights", "metric of a layer"),
+    *("losses of single outputs", "large outputs", "evaluate alone, figures of batches, asked again"),
+    *("evaluate alone, without weights", "steps_per_epoch", "stop by a figure, EarlyStopping"),
+    *("stop in one process, after an epoch", "checkpoints", "weights of small kinds", "ragged rows", "pandas"),
+]
+
+
+@pytest.fixture(scope="module")
+def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What each of two processes found."""
+    folder = str(tmp_path_factory.mktemp("group"))
+    prove = "tests.support.keras_group_programs.prove"
+    return Answers(lambda _: keras_ranks(prove, folder, roles=("worker", "worker")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
+    """Weights and all that a program reads, within 1e-12; the second process has the same to the last bit."""
+    if case == "pandas":
+        skip_without("pandas")
+    first, second = (found[case] for found in proofs("group"))
+    assert first["weights"] <= 1e-12
+    assert first["logs"] <= 1e-12
+    assert first["learned"] == second["learned"]
+
+
+def test_a_loss_that_is_no_number_ends_all_processes(proofs: Any) -> None:
+    """TerminateOnNaN, after the batch that has it."""
+    assert [found["stopped by NaN"] for found in proofs("group")] == [{"steps": 2}] * 2
+
+
+def test_processes_with_unequal_data_are_refused(proofs: Any) -> None:
+    """All of them: by arrays before the first step, by datasets after the first batch or epoch whose labels differ."""
+    for found in proofs("group"):
+        refused = found["refused"]
+        assert refused.pop("nothing") == ""
+        assert len(refused) == 7
+        assert all("Rank 1 has other rows" in said for said in refused.values())
+
+
+def test_another_engine_than_the_measured_one_is_said_and_not_compared_with(proofs: Any) -> None:
+    """By the first process; the monitor gets the plan's samples/s only where it was measured so."""
+    said = "The plan was measured with engine='towers', this is 'multiworker': expect other samples/s."
+    first, second = (found["measured"] for found in proofs("group"))
+    assert first == [[[said], 0], [[], 100]]
+    assert second == [[[], 0], [[], 100]]
+
+
+def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
+    """Where the whole batch's gradient overflows a half, and only there."""
+    for found in proofs("group"):
+        many, one = found["half"]
+        assert many == one
+        assert len(set(one)) > 3
+
+
+def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_it_was_not(
+    keras_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """The note of the second epoch was written, its weights weren't: three epochs are left, and files are whole."""
+    program = "tests.support.keras_group_programs.killed", str(tmp_path)
+    with pytest.raises(AssertionError):
+        keras_ranks(*program, 11, roles=("worker", "worker"))
+    assert {path.name for path in tmp_path.rglob("*.*")} >= {"latest.weights.h5", "training_metadata.json"}
+    first, second = keras_ranks(*program, 0, roles=("worker", "worker"))
+    assert first["apart"] <= 1e-12
+    assert second["apart"] <= 1e-12
+    assert first["epochs"] == second["epochs"] == 3
+    assert first["whole"]
+    assert "model.keras" in first["files"]
+    assert "backup" not in first["files"]

@@ -1,0 +1,517 @@
+"""What users do around `fit` in a group of processes, beside one process: metrics, callbacks, kinds of data.
+
+Each case trains float64 models of one layer on 17 rows in batches of 8, shared 6 : 2, so the last batch is one row.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from evener.errors import EvenerError
+from evener.keras_split import Report, Split, SplitWarning
+from tests.support import launched_plan
+from tests.support.keras_twice import leave_graphs_alone, train_twice
+
+RANDOM = np.random.default_rng(5)
+BATCH, ROWS = 8, 17
+X = RANDOM.normal(size=(ROWS, 4))
+Y = RANDOM.normal(size=(ROWS, 1))
+LABELS = RANDOM.integers(0, 3, ROWS)
+WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
+
+Model = Any
+Figures = dict[str, Any]
+
+
+class Largest(keras.metrics.Metric):
+    """The largest error so far: a state that isn't a sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        """A maximum."""
+        self.most.assign(ops.maximum(self.most, ops.max(ops.abs(y - outputs))))
+
+    def result(self) -> Any:
+        """It."""
+        return self.most
+
+
+def deviation(y: Any, outputs: Any) -> Any:
+    """A function of the whole batch."""
+    return ops.std(y - outputs)
+
+
+class OwnMetrics(keras.Sequential):
+    """Metrics of x too, as Keras' documentation computes them."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """The rows' largest input beside what is compiled."""
+        return super().compute_metrics(x, y, y_pred, sample_weight) | {"input": ops.max(x)}
+
+
+def regression(metrics: Any = ("mae", deviation, Largest), base: Any = keras.Sequential, **compiled: Any) -> Model:
+    """One layer, four numbers to one."""
+    model = base([keras.Input((4,)), layers.Dense(1)])
+    made = [each() if isinstance(each, type) else each for each in metrics]
+    model.compile(compiled.pop("optimizer", "sgd"), "mse", metrics=made, **compiled)
+    return model
+
+
+def classes(metrics: Any = ("accuracy",)) -> Model:
+    """Three classes."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
+    own = [keras.metrics.MeanIoU(3, name="iou", sparse_y_pred=False), *metrics]
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=own, weighted_metrics=["accuracy"])
+    return model
+
+
+def two_heads() -> Model:
+    """A loss and metrics for each output."""
+    entry = keras.Input((4,))
+    model = keras.Model(entry, {"a": layers.Dense(1, name="a")(entry), "b": layers.Dense(3, name="b")(entry)})
+    model.compile("sgd", {"a": "mse", "b": "mae"}, metrics={"a": ["mae"], "b": [deviation]})
+    return model
+
+
+def flat() -> Model:
+    """Outputs without a second axis: Keras' own metrics are then functions of a batch."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.Reshape(())])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def wide() -> Model:
+    """Outputs that are too large to be sent; a metric of the user's own is a mean, too."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.RepeatVector(9000)])
+    model.compile("sgd", "mse", metrics=["mae", keras.metrics.MeanMetricWrapper(squares, name="squares")])
+    return model
+
+
+def squares(y: Any, outputs: Any) -> Any:
+    """Of each row."""
+    return ops.mean((y - outputs) ** 2, axis=-1)
+
+
+def fit(model: Model, x: Any = X, y: Any = Y, epochs: int = 2, **words: Any) -> Figures:
+    """Two epochs in order."""
+    words = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **words}
+    return dict(model.fit(x, y, epochs=epochs, **words).history)
+
+
+class Notes(keras.callbacks.Callback):
+    """Every batch's figures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keep them."""
+        self.seen.append({name: float(figure) for name, figure in (logs or {}).items()})
+
+
+def batch_figures(model: Model) -> Figures:
+    """Figures of each batch, by fit and by the methods for single batches."""
+    notes = Notes()
+    fit(model, callbacks=[notes])
+    single = [model.train_on_batch(X[:rows], Y[:rows]) for rows in (8, 2, 1)]
+    return {"fit": notes.seen, "single": single, "test": model.test_on_batch(X[:3], Y[:3])}
+
+
+def results_twice(model: Model) -> Figures:
+    """The result of an epoch, asked again and again."""
+    model.reset_metrics()
+    model.train_on_batch(X[:8], Y[:8])
+    model.evaluate(X, Y, batch_size=BATCH, verbose=0)
+    return {str(turn): {k: float(v) for k, v in model.get_metrics_result().items()} for turn in range(3)}
+
+
+def evaluate_alone(model: Model) -> Figures:
+    """Before anything was trained."""
+    return {
+        "arrays": model.evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True),
+        "dataset": model.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH), verbose=0),
+        "one": model.test_on_batch(X[:5], Y[:5]),
+    }
+
+
+class Batches(keras.utils.PyDataset):
+    """The rows as a PyDataset."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return X[index * BATCH :][:BATCH], Y[index * BATCH :][:BATCH]
+
+
+def unbuilt() -> Model:
+    """A model whose weights are made with its first batch."""
+    model = keras.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def validated(model: Model) -> Figures:
+    """Validation of each epoch, with weights."""
+    return fit(model, sample_weight=WEIGHTS, validation_data=(X[:11], Y[:11], WEIGHTS[:11]), validation_freq=2)
+
+
+def some_steps(model: Model) -> Figures:
+    """Epochs of fewer and of more steps than the arrays have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            str(n): fit(model, steps_per_epoch=n, epochs=3) | {"steps": int(model.optimizer.iterations)} for n in (2, 4)
+        }
+
+
+class StopBelow(keras.callbacks.Callback):
+    """Stops in the middle of an epoch, by a batch's figure."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Once two thirds of the first error are gone."""
+        if logs["mae"] < 0.9 * self.__dict__.setdefault("first", logs["mae"]):
+            self.model.stop_training = True
+
+
+class StopInOne(keras.callbacks.Callback):
+    """Stops by something that only one process sees, as a clock."""
+
+    def __init__(self, split: Any) -> None:
+        super().__init__()
+        self.here = split is None or split.group.rank == 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """After the second batch."""
+        if self.here and batch == 1:
+            self.model.stop_training = True
+
+
+class StopInOneEpoch(StopInOne):
+    """The same at an epoch's end."""
+
+    on_train_batch_end = keras.callbacks.Callback.on_train_batch_end
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """After the first."""
+        if self.here and epoch == 0:
+            self.model.stop_training = True
+
+
+def stops(callback: Callable[[Any], Any]) -> Callable[[Model], Figures]:
+    """A training that a callback ends, and how far it came."""
+
+    def run(model: Model) -> Figures:
+        split = model.fit.hooks if hasattr(model.fit, "hooks") else None
+        history = fit(model, epochs=6, callbacks=[callback(split)])
+        return history | {"steps": int(model.optimizer.iterations)}
+
+    return run
+
+
+def overflowing(model: Model) -> Figures:
+    """A loss that isn't a number any more."""
+    y = Y.copy()
+    y[12] = np.nan
+    fit(model, X, y, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
+    return {"steps": int(model.optimizer.iterations)}
+
+
+def early(model: Model) -> Figures:
+    """EarlyStopping that restores what was best."""
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    return fit(model, epochs=9, validation_data=(X[:9], -Y[:9]), callbacks=[stop])
+
+
+class Watched(layers.Layer):
+    """Counts its rows in a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x: Any) -> Any:
+        """The rows."""
+        self.seen.update_state(x)
+        return x
+
+
+def watched() -> Model:
+    """A metric inside the model."""
+    model = keras.Sequential([keras.Input((4,)), Watched(), layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Largest()])
+    return model
+
+
+def small_kinds() -> Model:
+    """Weights of kinds that TensorFlow can't sum between processes."""
+    model = keras.Sequential([keras.Input((4,)), Kinds(), layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+class Kinds(layers.Layer):
+    """One weight of each kind."""
+
+    def build(self, shape: Any) -> None:
+        """As quantized and masked layers have them."""
+        kinds = ("int8", "bool", "uint8", "uint32", "int16")
+        self.own = [self.add_weight(shape=(4,), dtype=k, initializer="ones", trainable=False, name=k) for k in kinds]
+
+    def call(self, x: Any) -> Any:
+        """All of them count."""
+        for weight in self.own:
+            x = x * ops.cast(weight, x.dtype)
+        return x
+
+
+def ragged_rows() -> Any:
+    """Words, from one to four a row."""
+    lengths = 1 + np.arange(ROWS) % 4
+    return tf.RaggedTensor.from_row_lengths(np.arange(lengths.sum()) % 11, lengths)
+
+
+def ragged_model() -> Model:
+    """A mean of words."""
+    entry = keras.Input((None,), dtype="int32", ragged=True)
+    words = layers.Embedding(11, 4)(entry)
+    model = keras.Model(entry, layers.Dense(1)(ops.mean(words, axis=1)))
+    model.compile("sgd", "mse")
+    return model
+
+
+def frames(model: Model) -> Figures:
+    """pandas' tables to train on, to validate and to evaluate."""
+    pandas = import_module("pandas")
+    x, y = pandas.DataFrame(X), pandas.Series(Y[:, 0])
+    found = fit(model, x, y, validation_data=(x[:5], y[:5]))
+    return found | {"evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
+
+
+def saved(model: Model) -> Figures:
+    """Three kinds of checkpoint and a backup, in a folder of this process' own run; what the files hold."""
+    folder = Path(os.environ["CASE_FOLDER"], "split" if hasattr(model.fit, "hooks") else "plain")
+    kinds = keras.callbacks
+    writers = [
+        kinds.ModelCheckpoint(folder / "best.weights.h5", "loss", save_best_only=True, save_weights_only=True),
+        kinds.ModelCheckpoint(folder / "model-{epoch}.keras", save_freq=2),
+        kinds.ModelCheckpoint(folder / "old.h5"),
+        kinds.CSVLogger(folder / "log.csv"),
+        kinds.BackupAndRestore(folder / "backup", delete_checkpoint=False),
+    ]
+    folder.mkdir(exist_ok=True)
+    found = fit(model, epochs=3, callbacks=writers)
+    model.save(folder / "end.keras")
+    files = sorted(path.name for path in folder.rglob("[!.]*") if path.is_file())
+    for name in ("model-1.keras", "model-3.keras", "old.h5", "end.keras"):
+        found[name] = [
+            weight.tolist() for weight in keras.models.load_model(folder / name, compile=False).get_weights()
+        ]
+    model.load_weights(folder / "best.weights.h5")
+    return (
+        found
+        | {"best": float(writers[0].best), "lines": len((folder / "log.csv").read_text().splitlines())}
+        | {"files": dict.fromkeys(files, 1)}
+    )
+
+
+def fit_ragged(model: Model) -> list[Figures]:
+    """Ragged arrays, and batches of them."""
+    data = tf.data.Dataset.from_tensor_slices((ragged_rows(), Y)).batch(BATCH)
+    return [fit(model, ragged_rows(), Y), dict(model.fit(data, verbose=0).history)]
+
+
+def fit_wide(model: Model) -> Figures:
+    """Nine thousand numbers a row."""
+    return fit(model, y=np.repeat(Y[:, None], 9000, 1))
+
+
+def by_mae() -> Model:
+    """A metric that Keras sums over rows."""
+    return regression(("mae",))
+
+
+def by_adam() -> Model:
+    """A model whose optimizer has states to restore."""
+    return regression(("mae",), optimizer="adam")
+
+
+def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
+    """One after another on the same model, which is traced once."""
+    return lambda model: [run(model) for run in runs]
+
+
+CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
+    "metrics of batches, maxima and x": (lambda: regression(base=OwnMetrics), validated),
+    "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
+    "metric of a layer": (watched, validated),
+    "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
+    "large outputs": (wide, fit_wide),
+    "evaluate alone, figures of batches, asked again": (by_mae, in_turn(evaluate_alone, batch_figures, results_twice)),
+    "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
+    "steps_per_epoch": (by_mae, some_steps),
+    "stop by a figure, EarlyStopping": (by_mae, in_turn(stops(lambda _: StopBelow()), early)),
+    "stop in one process, after an epoch": (by_mae, in_turn(stops(StopInOne), stops(StopInOneEpoch))),
+    "checkpoints": (by_adam, saved),
+    "weights of small kinds": (small_kinds, fit),
+    "ragged rows": (ragged_model, fit_ragged),
+    "pandas": (by_mae, frames),
+}
+
+
+def make_split() -> Split:
+    """Three rows of four, and one."""
+    return Split(devices=["CPU:0", "CPU:1"], ratios=[6, 2], global_batch=BATCH)
+
+
+def prove(_: int, folder: str) -> dict[str, Any]:
+    """Every case, in a process of a group."""
+    warnings.simplefilter("ignore")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    leave_graphs_alone()
+    split = make_split()
+    found: dict[str, Any] = {}
+    cases = {name: case for name, case in CASES.items() if name != "pandas" or find_spec("pandas")}
+    for name, (make, run) in cases.items():
+        os.environ["CASE_FOLDER"] = str(Path(folder, name))
+        os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
+        found[name] = train_twice(split, make, run)
+    found["stopped by NaN"] = overflowing(split.build(by_mae))
+    return found | {
+        "refused": refused(split),
+        "half": half(split),
+        "measured": [measured("towers"), measured("multiworker")],
+    }
+
+
+def measured(engine: str) -> tuple[list[str], float]:
+    """What is said, and claimed to the monitor, of a plan that was measured with an engine."""
+    names = [f"cpu-{i}-of-2" for i in range(2)]
+    plan = launched_plan.plan(names, framework="tensorflow", precision="float64", engine=engine)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        split = Split(plan)
+    report = Report(split)
+    report.set_model(split.build(by_mae))
+    said = [str(each.message) for each in seen if each.category is SplitWarning]
+    return said, report._describe().plan_samples_per_second
+
+
+def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
+    """Four epochs with a backup and a checkpoint; the first process is killed when it has renamed so many files.
+
+    Of an odd moment, before the last of them is renamed; of 0, never.
+    """
+    warnings.simplefilter("ignore")
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    left, replace = [moment], os.replace
+
+    def rename(*paths: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+        replace(*paths)
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+
+    if rank == 0:
+        patch("os.replace", rename).start()
+    model = make_split().build(lambda: keras.utils.set_random_seed(3) or by_adam())
+    path = Path(folder, "model.keras")
+    whole = not path.exists() or bool(keras.models.load_model(path).get_weights())
+    keep = [keras.callbacks.ModelCheckpoint(path), keras.callbacks.BackupAndRestore(Path(folder, "backup"))]
+    epochs = len(fit(model, epochs=4, callbacks=keep).get("loss", ()))
+    keras.utils.set_random_seed(3)
+    one = by_adam()
+    fit(one, epochs=4)
+    apart = max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), model.get_weights(), strict=True))
+    left_over = sorted(each.name for each in Path(folder).iterdir())
+    return {"apart": apart, "epochs": epochs, "whole": whole, "files": left_over}
+
+
+def refused(split: Split) -> dict[str, str]:
+    """What each process says where they have unequal data."""
+    rank = split.required_group.rank
+    last = Y.copy()
+    last[-1] += rank
+    batches = lambda y: tf.data.Dataset.from_tensor_slices((X, y)).batch(BATCH)  # noqa: E731
+    parts = tf.data.Dataset.from_tensor_slices((X, Y)).shard(2, rank).batch(BATCH)
+    tried = {
+        "arrays": lambda model: fit(model, y=Y + rank),
+        "epochs": lambda model: fit(model, epochs=2 + rank),
+        "validation": lambda model: fit(model, validation_data=(X, Y + rank)),
+        "evaluation": lambda model: model.evaluate(X, Y + rank, verbose=0),
+        "dataset": lambda model: model.fit(batches(Y + rank), verbose=0),
+        "last row": lambda model: model.fit(batches(last), verbose=0),
+        "shards": lambda model: model.fit(parts, verbose=0),
+        "nothing": lambda model: model.fit(batches(Y), verbose=0),
+    }
+    found = {}
+    for name, action in tried.items():
+        try:
+            found[name] = ""
+            action(split.build(by_mae))
+        except EvenerError as error:
+            found[name] = str(error)
+    return found
+
+
+def half_model() -> Model:
+    """mixed_float16 at a scale where some sums of gradients overflow."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(16, activation="relu"), layers.Dense(1, dtype="float32")])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4)
+    model.compile(optimizer, "mse")
+    return model
+
+
+class Scales(keras.callbacks.Callback):
+    """The loss scale after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keep it."""
+        self.seen.append(float(self.model.optimizer.dynamic_scale))
+
+
+def half(split: Split) -> list[list[float]]:
+    """Loss scales of the split, and of one device."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(64, 4)), 16 * random.normal(size=(64, 1))
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        found = []
+        for model in (split.build(half_model), half_model()):
+            scales = Scales()
+            model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[scales])
+            found.append(scales.seen)
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+    return found

@@ -1,0 +1,144 @@
+"""Trains programs of Keras' users by plain Keras and by shares of 6 : 2, and says what became of each.
+
+`exact` has the largest difference of weights and figures, in float64; `refused` what was said before the first step.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import msgspec
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from evener.errors import EvenerError
+from evener.keras_split import Split, SplitWarning, make_logical_cpus
+from evener.keras_split.measuring import measure
+from tests.support.keras_program_layers import RANDOM_LAYERS, Counted, State, Watched, between, layer_programs
+from tests.support.keras_program_losses import FLOAT32_LOSSES, Made, loss_programs
+from tests.support.keras_proofs import make_plan
+from tests.support.keras_twice import difference, leave_graphs_alone, seeded
+
+BATCH = 8
+TAILS = {"one row": 17, "whole batches": 16, "three rows": 19}  # rows that are trained on
+
+
+def programs() -> dict[str, Made]:
+    """All of them by name."""
+    return {**loss_programs(), **layer_programs()}
+
+
+def run_all(_rank: int, engines: list[str], names: list[str], tail: str) -> dict[str, dict[str, Any]]:
+    """What became of each in each of these engines, in one process or in one of a group."""
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    keras.config.set_floatx("float64")
+    if not any("multiworker" in engine for engine in engines):
+        make_logical_cpus(2)
+    splits = {name: Split(make_plan(6, 2, micros=(2, 2) if "passes" in name else None)) for name in engines}
+    leave_graphs_alone()
+    every = programs()
+    found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
+    for name in names or every:
+        program = Program(name, every[name], TAILS[tail])
+        for engine, split in splits.items():
+            found[engine][name] = program.run(split)
+    return found
+
+
+def name_all(_rank: int) -> list[str]:
+    """Every program."""
+    return list(programs())
+
+
+class Program:
+    """A program with its data, and what plain Keras learns by it."""
+
+    def __init__(self, name: str, made: Made, rows: int) -> None:
+        make, (x, y, words) = made
+        self.name, self.make = name, make
+        x, y, words = keras.tree.map_structure(lambda a: a[:rows] if hasattr(a, "shape") else a, (x, y, words))
+        held = (x, y, words["sample_weight"]) if "sample_weight" in words else (x, y)
+        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        self._fitted = {"x": x, "y": y, "validation_data": held, "validation_batch_size": BATCH, **options, **words}
+        self._plain: Any = None
+
+    def train(self, make: Any) -> Any:
+        """Weights and figures of a model that was made and trained."""
+        model = seeded(make)
+        if model.built:
+            model.optimizer.build(model.trainable_variables)  # or fit traces it twice
+        return model.fit(**self._fitted).history, model.get_weights()
+
+    def run(self, split: Split) -> dict[str, Any]:
+        """`verdict` with `gap`, or with the words that were said."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                found = self.train(lambda: split.build(self.make))
+            except EvenerError as error:
+                return {"verdict": "refused", "said": str(error)}
+            except Exception as error:
+                return self._explain(error)
+        said = [str(each.message) for each in seen if issubclass(each.category, SplitWarning)]
+        answer: dict[str, Any] = {"verdict": "trained", "said": " ".join(dict.fromkeys(said))}
+        answer |= {"random": self.name in RANDOM_LAYERS, "float32": self.name in FLOAT32_LOSSES}
+        if split.group is not None and split.group.rank:
+            return answer
+        self._plain = self._plain or self.train(self.make)
+        return answer | {"gap": difference(self._plain, found)}
+
+    def _explain(self, error: Exception) -> dict[str, Any]:
+        """A crash, unless plain Keras ends with the same error."""
+        try:
+            self.train(self.make)
+        except type(error):
+            return {"verdict": "as Keras", "said": str(error).splitlines()[0]}
+        except Exception as other:
+            return {"verdict": "crash", "said": f"plain: {other!r}, split: {error!r}"}
+        return {"verdict": "crash", "said": f"{error!r}"[-1500:]}
+
+
+def check_beside(_rank: int) -> dict[str, Any]:
+    """What the check leaves behind, what it says of common float32 layers, and of a loop of the user's own."""
+    make_logical_cpus(2)
+    split = Split(make_plan(6, 2))
+    make, (x, y, _) = loss_programs()["rmse"]
+    rows = tf.constant(x, tf.float32), tf.constant(y, tf.float32), None
+    found: dict[str, Any] = {"unseeded": measure(make(), rows, training=True, partial=True).loss}
+    found |= {"before": _draw(None), "after": _draw(_measure)}
+    image = keras.Input((8, 8, 3))
+    body = layers.Dropout(0.5)(layers.BatchNormalization()(layers.Conv2D(8, 3)(layers.RandomFlip()(image))))
+    attended = layers.MultiHeadAttention(2, 4, dropout=0.2)(*[layers.Reshape((36, 8))(body)] * 2)
+    model = keras.Model(image, layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(attended)))
+    model.compile("adam", "sparse_categorical_crossentropy")
+    data = (tf.random.normal((24, 8, 8, 3)), tf.zeros([24], tf.int64), None)
+    found["common"] = msgspec.to_builtins(measure(model, data, training=True, partial=True))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        split.build(model).fit(*data[:2], batch_size=8, verbose=0)
+        quiet = len([each for each in seen if "outside fit" in str(each.message)])
+        model(data[0], training=True)
+    found["own loop"] = [quiet, sum("outside fit" in str(each.message) for each in seen)]
+    return found
+
+
+def _draw(action: Any) -> list[Any]:
+    """Weights, states and the next random numbers of a model with all of them, after an action on it."""
+    model = seeded(between(Counted, lambda: State("sums"), lambda: layers.Dropout(0.5), Watched)[0])
+    if action is not None:
+        action(model)
+    drawn = [random.random(), float(np.random.random()), float(tf.random.uniform([])), float(keras.random.uniform([]))]
+    counted = [int(layer.calls) for layer in model.layers if isinstance(layer, Counted)]
+    kept = [float(np.sum(tf.convert_to_tensor(each))) for each in (*model.variables, *model.metrics_variables)]
+    return [*drawn, *counted, *kept, model.optimizer.iterations.numpy().item(), len(model.losses)]
+
+
+def _measure(model: Any) -> None:
+    measure(model, (tf.random.stateless_normal((8, 6), (1, 2)), tf.ones([8, 1]), None), training=True, partial=True)
