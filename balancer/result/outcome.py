@@ -20,7 +20,7 @@ from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
 from evener.balancer.store.journal import Header
-from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed
+from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan import (
@@ -106,14 +106,26 @@ def build_outcome(
         fingerprint=_write_fingerprint(header, facts),
         warnings=warnings,
     )
-    if is_certain(chosen.throughput):
-        sentence += explain_efficiency(search, plan)
-        verdict = measurements.add_doubt(measurements.add_taken_memory(sentence, seen, devices), doubts)
-    else:
-        remedy = measurements.add_remedy(sentence, doubts, header.run)
-        verdict = measurements.add_taken_memory(remedy, seen, devices)
     few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
+    verdict = _finish_verdict(sentence, plan, search, seen, doubts, header)
     return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
+
+
+def _finish_verdict(
+    sentence: str,
+    plan: Plan,
+    search: Search,
+    seen: Sequence[Observation],
+    doubts: Sequence[Warned],
+    header: Header,
+) -> str:
+    """The sentence with what bounds it: doubts of its figures, or how to measure on, and memory that others hold."""
+    chosen = search.best()
+    if chosen is None or is_certain(chosen.throughput):
+        said = measurements.add_taken_memory(sentence + explain_efficiency(search, plan), seen, header.devices)
+        return measurements.add_doubt(said, doubts)
+    remedy = measurements.add_remedy(sentence, doubts, header.run)
+    return measurements.add_taken_memory(remedy, seen, header.devices)
 
 
 def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:

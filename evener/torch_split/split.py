@@ -195,9 +195,8 @@ class Split:
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
-        passes = max(map(count_passes, self.shares, self.micros))
         given = (self._weights, self._reporter, self._rebalancing, count, check)
-        self._strategy = kind(self, passes, *given, **options)
+        self._strategy = kind(self, max(map(count_passes, self.shares, self.micros)), *given, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
@@ -260,7 +259,7 @@ class Split:
         part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
         """
         if self.world == 1 and not self._weights.in_passes:
-            return None  # nothing is shared
+            return None
         with self._weights.checking():
             return check_part_loss(loss, loader, count, self._weights.models, self.device)
 

@@ -92,6 +92,6 @@ def _versus(own: RivalRate, rival: RivalRate) -> str:
         return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:
         return "; the plan is as fast within the error"
-    size = write_gain(abs(gain), *(() if rival.paired is not None else (own.figure, rival.figure)))
+    size = write_gain(abs(gain), own.figure, rival.figure)
     in_turn = "measured in turn, " if rival.paired is not None else ""
     return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"

@@ -137,7 +137,7 @@ def _versus(best: RivalRate, each: RivalRate) -> str:
         return ""
     if each.name == SUM:
         return f"{percent(1 + gain)} of it"
-    size = write_gain(abs(gain), *(() if each.paired is not None else (best.figure, each.figure)))
+    size = write_gain(abs(gain), best.figure, each.figure)
     return "tie" if each.tie else f"{'-' if gain < 0 else '+'}{size}"
 
 
