@@ -358,7 +358,14 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
         over.set()
         thread.join()
     assert "measure again to be sure" in finished.verdict or "measures on" in finished.verdict
-    assert any("Other work" in warning or "held back" in warning for warning in finished.plan.warnings)
+    causes = (
+        "Other work",
+        "held back",
+        "in one measurement",
+        "vary",
+        "longer --budget",
+    )  # ranks may take it for waiting
+    assert any(cause in warning for warning in finished.plan.warnings for cause in causes), finished.plan.warnings
 
 
 def _in_race(event: Event) -> bool:
