@@ -110,7 +110,7 @@ def run_engines(
 
 
 def ask(server: RankServer, folder: Path, processes: int, function: str, *given: Any, seconds: int) -> Any:
-    """What the first of so many processes answers."""
+    """The answer of the first of several processes."""
     own = folder / str(len(list(folder.iterdir())))
     ranks = [{"TF_CONFIG": config} for config in make_configs(("worker",) * 2)] if processes > 1 else [{}]
     path = f"tests.support.keras_programs.{function}"

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--all", action="store_true", help="passes or not, a tail or not, one batch or two: eight layouts"
     )
-    parser.add_argument("--minutes", type=float, default=1000.0, help="start no further trainings after so many")
+    parser.add_argument("--minutes", type=float, default=1000.0, help="minutes after which no training is started")
     options = parser.parse_args()
     layouts = tuple(product((True, False), (True, False), (1, 2))) if options.all else LAYOUTS
     began, found = time.monotonic(), dict[str, Any]()

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument(
         "--raw", type=Path, help="a file with a line of JSON for each class; those in it aren't trained again"
     )
-    parser.add_argument("--minutes", type=float, default=1000.0, help="start no further classes after so many")
+    parser.add_argument("--minutes", type=float, default=1000.0, help="minutes after which no class is started")
     options = parser.parse_args()
     began = time.monotonic()
     found = [json.loads(line) for line in options.raw.open()] if options.raw and options.raw.exists() else []

@@ -60,7 +60,7 @@ class Findings:
             self.__dict__.pop(reading, None)
 
     def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
-        """The data have so many rows, 0: unknown. A free global batch leaves 20 steps, unless a largest one is given.
+        """Note the rows of the data, 0 if unknown. A free global batch leaves 20 steps, unless a largest one is given.
 
         `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost. The
         number of the longest row is for a sentence.

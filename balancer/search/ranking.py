@@ -215,7 +215,7 @@ def overlap(one: Interval, other: Interval) -> bool:
 
 
 def _step(one: Candidate, figure: Interval) -> Interval:
-    """Seconds of a step at so many samples/s."""
+    """Seconds that a step takes at this rate."""
     samples = one.layout.global_batch * one.layout.processes
     return Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
 

@@ -61,7 +61,7 @@ class Gathering:
 
     @contextmanager
     def counting(self, rows: int, repeats: int = 0, first: bool = True) -> Iterator[None]:
-        """Within it, a pass is in hand of which so many rows count; `first` of its batch."""
+        """Within it, `rows` of the pass in hand count; `first`: it is the first of its batch."""
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats = rows, repeats
         if first:
