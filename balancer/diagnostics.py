@@ -11,14 +11,12 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from evener.devices.nvidia.nvml_library import opened
-from evener.errors import DeviceError, EvenerError
-
-Level = Literal["ok", "note", "problem"]
+from evener.devices.backend import Check
+from evener.devices.registry import all_backends
+from evener.errors import EvenerError
 
 IMPORT_SECONDS = 120
 _QUERIES = {
@@ -31,41 +29,17 @@ _INSTALL = {
 }
 
 
-class Check(msgspec.Struct, frozen=True):
-    """The result of one check."""
-
-    name: str
-    level: Level
-    found: str  # one line
-    remedy: str = ""
-
-
 def check_machine() -> tuple[Check, ...]:
     """Run every check; never raises. A framework that hangs is reported after two minutes."""
-    driver, gpus = _check_driver()
+    drivers = [backend.check_driver() for backend in all_backends()]
     return (
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
-        driver,
-        *_check_frameworks(gpus),
+        *(check for checks, _ in drivers for check in checks),
+        *_check_frameworks(sum(count for _, count in drivers)),
         *_check_clashes(),
         _check_state_folder(),
         _check_folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
     )
-
-
-def _check_driver() -> tuple[Check, int]:
-    """The driver's version according to NVML, and its number of GPUs."""
-    import pynvml
-
-    try:
-        with opened() as nvml:
-            version, count = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetCount()
-    except DeviceError as fault:
-        remedy = "For an NVIDIA GPU, install its driver or give the container access. Without one, CPU slices are used."
-        return Check("nvidia driver", "note", f"none found ({fault.__context__})", remedy), 0
-    except pynvml.NVMLError as error:
-        return Check("nvidia driver", "problem", f"found, but a query failed: {error}", "See nvidia-smi and dmesg."), 0
-    return Check("nvidia driver", "ok", f"{version}, {count} GPU{'s' * (count != 1)}"), count
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
@@ -98,7 +72,8 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
     """Whether a framework that works sees all GPUs of the driver."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
-        remedy = "Check CUDA_VISIBLE_DEVICES" + ("; or install evener[gpu]." if name == "tensorflow" else ".")
+        variables = " and ".join(filter(None, (backend.visible_variable for backend in all_backends())))
+        remedy = f"Check {variables}" + ("; or install evener[gpu]." if name == "tensorflow" else ".")
         return Check(name, "note", found, remedy)
     return Check(name, "ok", found)
 
@@ -106,9 +81,6 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 def _check_clashes() -> list[Check]:
     """Installed packages that don't work together."""
     checks = []
-    if version := _version("pynvml"):
-        remedy = "Remove it: nvidia-ml-py provides the same module."
-        checks.append(Check("pynvml package", "note", f"{version}, in addition to nvidia-ml-py", remedy))
     if (version := _version("tensorflow-cpu")) and _version("tensorflow"):
         remedy = "Keep one of tensorflow and tensorflow-cpu."
         checks.append(Check("tensorflow-cpu", "note", f"{version}, in addition to tensorflow", remedy))

@@ -16,6 +16,7 @@ from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest, check_request
+from evener.devices.busy import busy_notes, full_notes
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover
@@ -72,11 +73,17 @@ def _check_hosts(devices: Sequence[Device], framework: str) -> tuple[str, ...]:
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """The same for devices of this machine."""
+    """Notes on devices of this machine that others use; an error if the framework can't train on them.
+
+    DeviceError if others hold the memory of all of them.
+    """
     _check_installed(framework)
     for device in devices:
         child_environment([device], framework)
-    return _check_gpus(devices)
+    full = full_notes(devices)
+    if len(full) == len(devices):
+        raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
+    return (*full, *busy_notes(devices))
 
 
 def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:
@@ -87,7 +94,7 @@ def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> N
         raise RequestError(f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out.")
     if engine in ONE_PROCESS and len(group_by_host(devices)) > 1:
         raise RequestError(f"--engine {engine} has one process for all devices.", "Use multiworker on several hosts.")
-    limited = [d for d in devices if d.limit and (d.limit.percent or d.kind != "gpu")]
+    limited = [d for d in devices if d.limit and (d.limit.percent or d.on_cpu)]
     if engine in ONE_PROCESS and limited:
         raise RequestError(
             f"{limited[0].label} is limited to {write_limit(limited[0].limit)}, which needs its own process; "
@@ -100,7 +107,7 @@ def _check_energy(devices: Sequence[Device], machine: Machine | None) -> None:
     """RequestError for a device that can't report its energy."""
     cause = "samples per joule can't be compared."
     for position, device in enumerate(devices):
-        if device.kind == "cpu":
+        if device.on_cpu:
             raise RequestError(f"CPU slices report no energy, so {cause}", "Leave --objective out, or choose GPUs.")
         if machine is not None and machine.devices[position].power_watts is None:
             remedy = "Leave --objective out, or give `power_watts` in a machine file."
@@ -127,15 +134,3 @@ def _check_json(settings: object) -> None:
         raise RequestError(
             f"A setting can't be written to the journal: {error}.", "Use numbers, text and lists."
         ) from None
-
-
-def _check_gpus(devices: tuple[Device, ...]) -> tuple[str, ...]:
-    """Notes on GPUs that others use; DeviceError if others hold the memory of all of them."""
-    if devices[0].kind != "gpu":
-        return ()
-    from evener.devices.nvidia.busy_gpus import busy_notes, full_notes
-
-    full = full_notes(devices)
-    if len(full) == len(devices):
-        raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
-    return (*full, *busy_notes(devices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,8 +11,7 @@ import msgspec
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve import resolve_request
 from evener.balancer.search.layouts import FAMILIES, Family, Knob, LayoutOptions, PackMode, Placement
-from evener.devices.child_environment import mps_runs
-from evener.devices.nvidia.mps import PROGRAM, find_program
+from evener.devices.registry import find_backend
 from evener.devices.types import group_by_host
 from evener.errors import RequestError
 from evener.workloads import registry
@@ -40,7 +40,7 @@ def resolve_comparison(
     if not possible:
         raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
     modes = _pack_modes(resolved, mps and "pack" in possible, notes)
-    if "pack" in possible and resolved.devices[0].kind == "gpu" and mps_runs():
+    if "pack" in possible and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon is already running and left alone; plain processes share GPUs through it too.")
     if resolved.machine is not None and knobs:
         notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
@@ -87,13 +87,14 @@ def _why_impossible(resolved: ResolvedRequest, family: str, placements: Sequence
 def _pack_modes(resolved: ResolvedRequest, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
     """Plain processes; on GPUs also logical devices in TensorFlow, and MPS if it was asked for and is installed."""
     modes: list[PackMode] = [""]
-    gpus = resolved.devices[0].kind == "gpu"
-    if gpus and resolved.framework == "tensorflow":
+    backend = find_backend(resolved.devices[0].kind)
+    if backend.own_memory and resolved.framework == "tensorflow":
         modes.append("logical")
-    if mps and not gpus:
+    program = backend.daemon_program
+    if mps and not program:
         notes.append("--mps was left out: it shares GPUs, and there are none.")
-    elif mps and find_program() is None:
-        notes.append(f"--mps was left out: {PROGRAM} is not installed. Packing is measured with plain processes.")
+    elif mps and shutil.which(program) is None:
+        notes.append(f"--mps was left out: {program} is not installed. Packing is measured with plain processes.")
     elif mps:
         modes.append("mps")
     return tuple(modes)

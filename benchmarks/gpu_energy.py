@@ -18,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from evener.devices.nvidia.probe_watch import _Reader
+from evener.devices.nvidia.vitals import GpuCounters
 from evener.devices.types import UNSUPPORTED
 
 MONITOR = (sys.executable, "-m", "evener", "monitor", "--json", "-i", "1", "--devices")
@@ -40,7 +40,7 @@ def compare_energy(devices: str, seconds: float) -> list[dict[str, Any]]:
     """For each GPU: joules by the counter, by the monitor's readings and by a probe's."""
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    probes = [_Reader(pynvml, handle) for handle in handles]
+    probes = [GpuCounters(pynvml, handle) for handle in handles]
     with tempfile.TemporaryFile("w+") as lines, subprocess.Popen((*MONITOR, devices), stdout=lines) as monitor:
         time.sleep(SETTLE_SECONDS)
         start = time.time()

@@ -16,8 +16,9 @@ import time
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.devices.discover import discover
-from evener.devices.nvidia.probe_watch import GpuVitals
+from evener.devices.nvidia.vitals import NvmlVitals
 from evener.devices.types import Device
+from evener.devices.vitals import VitalsWatch
 
 READINGS = 500
 HOLD = """
@@ -64,7 +65,7 @@ def _costs(device: Device) -> str:
 
 
 def _driver_counters(device: Device) -> str:
-    watch = GpuVitals(device.id)
+    watch = VitalsWatch(NvmlVitals(device.id))
     watch.ask(full=True)
     seen = watch.answer(10.0)
     watch.close()

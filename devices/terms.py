@@ -4,8 +4,8 @@
     term    = [where] device ["@" limit]      the limit holds for what stands directly before it
     where   = "ray/"                          on every host of the Ray cluster; `ray` alone is `ray/auto`
             | "ray:" HOST "/"                 on one of them, by its address or name; `ray:HOST` is `ray:HOST/auto`
-    device  = "auto"                          NVIDIA GPUs; without any, slices of the CPU; stands alone on its host
-            | "gpu" [":" pick]                all GPUs, or one
+    device  = "auto"                          GPUs; without any, slices of the CPU; stands alone on its host
+            | "gpu" [":" pick]                all GPUs, or one; another maker's have a word of their own
             | "cpu" ["/" COUNT] [":" pick]    all slices of the CPU cut into COUNT (default 2), or one
             | "sim:" NAME                     from the catalogue
             | "sim:" FILE                     a machine file: ends in .toml or holds a "/"; stands alone
@@ -22,36 +22,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from evener.devices.limits import parse_limit
-from evener.devices.types import Limit
+from evener.devices.registry import BACKENDS, all_backends
+from evener.devices.types import Limit, Term
 from evener.errors import RequestError
 
-Kind = Literal["auto", "gpu", "cpu", "sim"]
 REMEDY = (
     "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, ray, ray:HOST/gpu:0, sim:gtx1080ti,gtx1080 or sim:machine.toml."
 )
 NO_LIMIT = Limit()
 EVERY_HOST = ""
-_TERM = re.compile(r"(auto|gpu|cpu|sim)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
+_TERM = re.compile(r"(\w+)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
 _LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
     r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)", re.IGNORECASE | re.ASCII
 )
-_UUID = re.compile(r"(?:gpu|mig)-.+", re.IGNORECASE)
-
-
-class Term(msgspec.Struct, frozen=True):
-    """One term of a request."""
-
-    kind: Kind
-    pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
-    limit: Limit = NO_LIMIT
-    slices: int | None = None  # cpu/N
-    host: str | None = None  # of the Ray cluster; None: this machine, without Ray
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
@@ -94,13 +82,14 @@ def _parse_term(text: str, before: Term | None, spec: str) -> Term:
 
 def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
     found = _TERM.fullmatch(body)
-    if found is None:
-        if _UUID.fullmatch(body):
-            return Term("gpu", body, limit, host=before.host if before else None)
+    kind = found[1].lower() if found else ""
+    if found is None or kind not in ("auto", *BACKENDS):
+        for backend in all_backends():
+            if body.lower().startswith(backend.id_prefixes):
+                return Term(backend.kind, body, limit, host=before.host if before else None)
         if before is not None and before.pick:
             return Term(before.kind, body, limit, before.slices, before.host)
         raise RequestError(f"{body!r} is not a device.", REMEDY)
-    kind: Kind = found[1].lower()  # type: ignore[assignment]
     pick = (found[4] or "").strip()
     if (found[3] and not pick) or (kind == "sim" and not pick):
         raise RequestError(f"{body!r} names no device after the colon.", REMEDY)

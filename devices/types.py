@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from evener.live_files import Training
 
-DeviceKind = Literal["gpu", "cpu", "sim"]
+DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of devices/registry.py
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -36,6 +37,11 @@ class Device(msgspec.Struct, frozen=True):
     host: str = ""  # its address in a Ray cluster; empty: this machine
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the device is a slice of the CPU: it owns cores, shares the host's memory, and tells no energy."""
+        return self.kind == "cpu"
+
+    @property
     def label(self) -> str:
         """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
@@ -51,6 +57,21 @@ class Device(msgspec.Struct, frozen=True):
         """What a training process can have, under the limit."""
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
+
+
+class Term(msgspec.Struct, frozen=True):
+    """One term of what `--devices` says; devices/terms.py has the grammar."""
+
+    kind: str  # "auto", or a key of devices/registry.py
+    pick: str = ""  # index, UUID, catalogue name or file; empty: all of the kind
+    limit: Limit = Limit()
+    slices: int | None = None  # cpu/N
+    host: str | None = None  # of the Ray cluster; None: this machine, without Ray
+
+
+def limited(device: Device, limit: Limit) -> Device:
+    """The device held to the limit, if there is one."""
+    return msgspec.structs.replace(device, limit=limit) if limit else device
 
 
 def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
@@ -176,7 +197,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessSample, ...]
     host: HostSample
     sampling_seconds: float  # what this tick cost
-    driver: str = ""  # "" without an NVIDIA driver
+    driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
     parents: tuple[ProcessSample, ...] = ()  # on no device: what started the processes, up to the shell
     reports: tuple[Training, ...] = ()  # of this user's training processes, with the ids of these devices

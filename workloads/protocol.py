@@ -21,7 +21,7 @@ BACKENDS = {"tensorflow": "evener.workloads.keras_backend", "torch": "evener.wor
 class Place(msgspec.Struct, frozen=True):
     """Where a child trains, as its framework sees it: its own devices, and its group if it is one of several."""
 
-    devices: tuple[str, ...]  # framework names inside this process: ("CPU:0",), ("GPU:0", "GPU:1")
+    devices: tuple[str, ...]  # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one
     rank: int = 0
     peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group

@@ -9,8 +9,9 @@ import msgspec
 
 from evener.balancer.probes.prober import Facts
 from evener.balancer.request import ResolvedRequest, deals_by_cost
+from evener.devices.registry import all_backends
 
-_VERSIONS = ("tensorflow", "keras", "torch", "cuda", "cudnn", "nccl")
+_FRAMEWORKS = ("tensorflow", "keras", "torch")
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: ResolvedRequest) -> Facts:
@@ -18,11 +19,12 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Re
 
     The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
     """
+    names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
     own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
     by_cost = deals_by_cost(resolved.request, resolved.framework)
     return Facts(
-        versions=before.versions | {name: found[name] for name in _VERSIONS if name in found},
+        versions=before.versions | {name: found[name] for name in names if name in found},
         driver=before.driver,
         engine=engine or before.engine,
         workload_digest=before.workload_digest or own,

@@ -36,7 +36,7 @@ from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, 
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from evener.devices.child_environment import ChildEnvironment
+from evener.devices.backend import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.types import Device
 from evener.errors import DeviceError
@@ -273,7 +273,7 @@ class ChildProber:
         group = ChildGroup([], inbox, ranks)
         try:
             for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
-                cap = devices[0].usable_memory_bytes if devices[0].kind == "cpu" else None
+                cap = devices[0].usable_memory_bytes if devices[0].on_cpu else None
                 group.children.append(self._hosts.find(devices[0]).start_child(rank, inbox, environment, cap))
         except BaseException as error:
             group.end()

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from evener.balancer.types import Cause
+from evener.devices.registry import all_backends
 
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long
@@ -23,14 +24,10 @@ _TEXT = (
     "unable to allocate",
     "failed to allocate memory",
     "std::bad_alloc",
-    "cublas_status_alloc_failed",
-    "cublas_status_not_initialized",
-    "cudnn_status_alloc_failed",
-    "cudnn_status_not_supported",
     "no algorithm worked",
     "could not create a primitive",
 )
-_HARDWARE = ("cuda", "cudnn", "cublas", "nccl", "gpu", "driver", "device-side")
+_HARDWARE = ("gpu", "driver", "device-side")
 _AT_CAP = 0.7  # of the cap at the last sample: a large allocation fails before it is seen
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
@@ -46,13 +43,13 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
     lowered = text.lower()
     if any(sign in lowered for sign in _NOT_MEMORY):
         return False
-    return any(kind in _TYPES for kind in types) or any(sign in lowered for sign in _TEXT)
+    return any(kind in _TYPES for kind in types) or any(sign in lowered for sign in _memory_words())
 
 
 def names_hardware(text: str) -> bool:
     """Whether an error's text speaks of a GPU or its libraries, so that it may be one device's own."""
-    lowered = text.lower()
-    return any(sign in lowered for sign in _HARDWARE)
+    lowered, makers = text.lower(), [word for backend in all_backends() for word in backend.device_words]
+    return any(sign in lowered for sign in (*_HARDWARE, *makers))
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
@@ -65,9 +62,13 @@ def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail
     if code == 0:
         return False
     end = stderr_tail[-4000:].lower()
-    if any(sign in end for sign in _TEXT):
+    if any(sign in end for sign in _memory_words()):
         return True
     return cap_share >= _AT_CAP and (code > 0 or -code in _MEMORY_SIGNALS)
+
+
+def _memory_words() -> tuple[str, ...]:
+    return *_TEXT, *(word for backend in all_backends() for word in backend.memory_words)
 
 
 def describe_exit(code: int) -> tuple[Cause, str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from evener.balancer.probes import stack_dump
+from evener.devices.registry import all_backends
 
 LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
 _PR_SET_PDEATHSIG = 1
@@ -150,12 +151,12 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import "module" or "module:attribute". If that fails or starts CUDA, no child could be forked: start without."""
+    """Import "module" or "module:attribute"; start without if that fails, or starts a driver: it can't be forked."""
     try:
         for name in names:
             module, _, attribute = name.partition(":")
             getattr(import_module(module), attribute or "__name__")
-        forkable = not _has_started_cuda()
+        forkable = not _has_started_driver()
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
@@ -164,10 +165,13 @@ def import_first(names: Sequence[str]) -> None:
     gc.freeze()  # what is here is shared with all children: their collections need not visit, and so copy, it
 
 
-def _has_started_cuda() -> bool:
+def _has_started_driver() -> bool:
+    """Whether a device's driver runs in this process, which then can't be forked."""
+    names = [name for backend in all_backends() for name in backend.driver_files]
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if "nvidia-uvm" in os.readlink(entry):
+            path = os.readlink(entry)
+            if any(name in path for name in names):
                 return True
     return False
 

@@ -15,7 +15,7 @@ from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.protocol import Build, ChildError, Command
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
 from evener.balancer.probes.stack_dump import Stack
-from evener.devices.child_environment import ChildEnvironment
+from evener.devices.backend import ChildEnvironment
 from evener.devices.types import Device
 
 RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that there is none

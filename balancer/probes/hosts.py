@@ -12,8 +12,8 @@ from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.remote_host import RemoteHost
 from evener.balancer.probes.script_copy import copy_workload
 from evener.devices.cluster.agents import HostLostError
-from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device, group_by_host
+from evener.devices.vitals import Vitals
 
 
 class Hosts:

@@ -16,10 +16,12 @@ import psutil
 
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.child_group import GroupError, RankFailure, StoppedError
+from evener.devices.busy import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.cpu.slices import available_memory_bytes
-from evener.devices.nvidia.probe_watch import GpuVitals, Vitals
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
+from evener.devices.vitals import Vitals, VitalsWatch
 
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
@@ -29,7 +31,6 @@ SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the d
 SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
 STEP = 0.01  # of its memory: what others hold is rounded up to this, so small changes are not reported
 CLOSE_SECONDS = 0.2  # for all watches together
-SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the memory of a process that ended
 
 
 class InterferenceMonitor:
@@ -38,7 +39,7 @@ class InterferenceMonitor:
     def __init__(self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS) -> None:
         self._devices, self._host = devices, host
         self._silent_seconds = silent_seconds
-        self._watches: dict[int, GpuVitals] = {}
+        self._watches: dict[int, VitalsWatch | None] = {}  # None: nothing is known of such a device
         self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
@@ -79,7 +80,7 @@ class InterferenceMonitor:
     def close(self) -> None:
         """End every watch; one that its driver blocks is not waited for."""
         until = time.monotonic() + CLOSE_SECONDS
-        watches = list(self._watches.values())
+        watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
             watch.close()
         for watch in watches:
@@ -89,13 +90,14 @@ class InterferenceMonitor:
         """Those that are on this host, each once."""
         return [position for position in dict.fromkeys(positions) if self._devices[position].host == self._host]
 
-    def _find_watches(self, positions: Iterable[int]) -> dict[int, GpuVitals]:
-        """The watches of those positions that are GPUs."""
-        gpus = [position for position in self._own(positions) if self._devices[position].kind == "gpu"]
-        for position in gpus:
+    def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
+        """The watches of those positions whose devices report something."""
+        own = self._own(positions)
+        for device, position in [(self._devices[position], position) for position in own]:
             if position not in self._watches:
-                self._watches[position] = GpuVitals(self._devices[position].id)
-        return {position: self._watches[position] for position in gpus}
+                reader = find_backend(device.kind).open_vitals(device)
+                self._watches[position] = VitalsWatch(reader) if reader else None
+        return {position: watch for position in own if (watch := self._watches[position])}
 
     def _read(self, positions: Iterable[int], wait_seconds: float, full: bool = False) -> Mapping[int, Vitals]:
         """All at once; a watch that still hangs since an earlier reading is not waited for again."""
@@ -130,12 +132,13 @@ class InterferenceMonitor:
     def _short_now(self, position: int, own: Collection[int], clean: bool) -> int:
         device = self._devices[position]
         usable, whole = device.usable_memory_bytes, device.memory_bytes
-        if usable is None or whole is None or device.kind == "sim":
+        if usable is None or whole is None:
             return 0
-        if device.kind == "cpu":
+        if device.on_cpu:
             left = available_memory_bytes() + sum(_resident_bytes(pid) for pid in own)
             return max(0, usable - left)
-        others = _others_bytes(self._read((position,), SETTLE_SECONDS, full=True)[position], own, clean)
+        vitals = self._read((position,), SETTLE_SECONDS, full=True).get(position, Vitals())
+        others = _others_bytes(vitals, own, clean)
         if others is None or others < _unclear_bytes(whole):
             return 0
         return max(0, usable - max(0, whole - others))
@@ -203,7 +206,7 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
     """Bytes that others hold; None if the session's own can't be separated."""
     if vitals.used_bytes is None:
         return None
-    mine = [size for pid, size in vitals.processes.items() if pid in own]
+    mine = [size for pid, size in vitals.processes.items() if pid in own and size is not None]
     return max(0, vitals.used_bytes - sum(mine)) if clean or mine else None
 
 

@@ -13,7 +13,8 @@ from evener.balancer.probes.child_group import RankMap
 from evener.balancer.probes.protocol import Build
 from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Layout
-from evener.devices.child_environment import ChildEnvironment
+from evener.devices.backend import ChildEnvironment
+from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
 from evener.workloads.protocol import Input, Place, Precision
 
@@ -47,7 +48,7 @@ def choose_engine(resolved: ResolvedRequest, key: GroupKey) -> str:
     if resolved.framework == "none" or engine != "auto":
         return engine
     devices = [resolved.devices[i] for i in key.positions]
-    unlimited_gpus = all(device.kind == "gpu" and not device.limit for device in devices)
+    unlimited_gpus = all(find_backend(device.kind).own_memory and not device.limit for device in devices)
     return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
@@ -74,7 +75,7 @@ def map_ranks(
     return RankMap(
         positions=positions,
         one_process=len(environments) == 1 and len(key.positions) > 1,
-        own_cores=all(resolved.devices[i].kind == "cpu" for i in key.positions),
+        own_cores=all(resolved.devices[i].on_cpu for i in key.positions),
         threads=threads,
         busy_cores=tuple(busy_cores.get(position, float(threads)) for position in positions),
     )
@@ -93,7 +94,7 @@ def build_commands(
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
         place = Place(
-            devices=tuple(f"{'CPU' if device.kind == 'cpu' else 'GPU'}:{i}" for i, device in enumerate(devices)),
+            devices=tuple(find_backend(d.kind).name_in(resolved.framework, i) for i, d in enumerate(devices)),
             memory_limit_bytes=tuple(_framework_limit(resolved.framework, device) for device in devices),
             rank=rank if grouped else 0,
             peers=peers,
@@ -134,11 +135,12 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """The share of its speed that a CPU slice is held to by spinning; MPS does it for a GPU."""
-    percent = device.limit.percent if device.kind == "cpu" else None
+    """The share of its speed that a CPU slice is held to by spinning; its driver does it for a GPU."""
+    percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
     """The cap that the workload sets itself; TensorFlow's and torch's on CPU slices are set from outside."""
-    return device.limit.memory_bytes if device.kind == "gpu" or framework == "none" else None
+    own_memory = find_backend(device.kind).own_memory
+    return device.limit.memory_bytes if own_memory or framework == "none" else None

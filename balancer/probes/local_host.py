@@ -17,19 +17,18 @@ from evener.balancer.probes.child_group import StoppedError
 from evener.balancer.probes.forked_process import ServerProcess
 from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
-from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.backend import ChildEnvironment, SharingDaemon
+from evener.devices.child_environment import child_environment
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.host.network import choose_interface
-from evener.devices.nvidia.mps import MpsDaemon
-from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.registry import all_backends, find_backend
 from evener.devices.types import Device
+from evener.devices.vitals import Vitals
 from evener.workloads import preload
-
-AFTER_IMPORT = "CUDA_"  # variables of this prefix are read when CUDA starts, so a child may have its own
 
 
 class LocalHost:
-    """This machine, which is `name` in a cluster: its children, drivers, MPS daemon and free ports."""
+    """This machine, which is `name` in a cluster: its children, drivers, sharing daemon and free ports."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
         self._framework = framework
@@ -38,20 +37,21 @@ class LocalHost:
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()
         self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
-        self._mps = MpsDaemon()  # started when a pack needs it
+        self._daemon: SharingDaemon | None = None  # made when a pack needs it
         self._closed, self._lock = threading.Event(), threading.Lock()
         # the kernel ends a server with the *thread* that started it, so all are started by one thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
-        """How to start a child on these devices; DeviceError if it needs an MPS daemon and none can be started."""
+        """How to start a child on these devices; DeviceError if it needs a sharing daemon and none can start."""
         environment = child_environment(devices, self._framework)
         variables = {**environment.variables, **self._network}
         if mps:
             with self._lock:
                 if self._closed.is_set():
                     raise StoppedError
-                variables |= self._mps.variables()
+                self._daemon = self._daemon or find_backend(devices[0].kind).open_daemon()
+                variables |= self._daemon.variables()
         return msgspec.structs.replace(environment, variables=variables)
 
     def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> Child:
@@ -72,7 +72,8 @@ class LocalHost:
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
         """What forks the children that agree in all variables that count while the framework is imported."""
-        before = {name: text for name, text in environment.variables.items() if not name.startswith(AFTER_IMPORT)}
+        late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
+        before = {name: text for name, text in environment.variables.items() if not name.startswith(late)}
         key = frozenset(before.items())
         if key not in self._servers or not self._servers[key].alive:
             self._servers[key] = ServerProcess(before, self._imports)
@@ -106,11 +107,12 @@ class LocalHost:
         return available_memory_bytes()
 
     def close(self) -> None:
-        """Kill every child at once, and the MPS daemon; safe to call twice."""
+        """Kill every child at once, and the sharing daemon; safe to call twice."""
         self._closed.set()
         with suppress(RuntimeError):  # closed before
             self._starter.submit(self._end_children).result()  # after one that starts just now
         self._starter.shutdown()
         self.monitor.close()
         with self._lock:
-            self._mps.close()
+            if self._daemon is not None:
+                self._daemon.close()

@@ -20,7 +20,7 @@ from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Layout, Probe, Timed, Warned
 from evener.costs import Work
-from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.vitals import Vitals
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe

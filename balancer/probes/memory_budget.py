@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from evener.balancer.probes.launch_plan import GroupKey
 from evener.balancer.types import Probe
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
@@ -30,7 +31,7 @@ class MemoryBudget:
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
         """What a process holds after it used so much at its peak."""
-        return round(peak_bytes * KEPT) if self._devices[position].kind == "gpu" else peak_bytes
+        return round(peak_bytes * KEPT) if find_backend(self._devices[position].kind).own_memory else peak_bytes
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
         """A process held so much for passes of so many rows."""
@@ -67,7 +68,7 @@ class MemoryBudget:
     def _is_tight(self, position: int, need: int | None, wanted: set[GroupKey], idle: HeldBytes) -> bool:
         """Whether a GPU can't hold the idle children and one that needs so much; an unknown need is all of it."""
         device = self._devices[position]
-        if device.kind != "gpu":
+        if not find_backend(device.kind).own_memory:
             return False  # each slice has its own cap
         usable = device.usable_memory_bytes
         if need is None or usable is None:

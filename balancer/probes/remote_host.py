@@ -18,10 +18,10 @@ from evener.balancer.probes.launch_plan import LOOPBACK
 from evener.balancer.probes.protocol import Command
 from evener.balancer.probes.script_copy import ScriptCopy
 from evener.balancer.probes.stack_dump import Stack
-from evener.devices.child_environment import ChildEnvironment
+from evener.devices.backend import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError, find_agent
-from evener.devices.nvidia.probe_watch import Vitals
 from evener.devices.types import Device
+from evener.devices.vitals import Vitals
 
 SILENT_SECONDS = 15.0  # a host that says nothing for so long has gone;
 ANSWER_SECONDS = 3.0  # or for so long, when a rank elsewhere has failed
@@ -70,7 +70,7 @@ class RemoteHost:
         self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
     ) -> None:
         self._name = name
-        self._gpus = {i for i, device in enumerate(devices) if device.host == name and device.kind == "gpu"}
+        self._gpus = {i for i, device in enumerate(devices) if device.host == name and not device.on_cpu}
         self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, workload, name, script)
         self._keys = itertools.count()
         self._children: dict[int, RemoteChild] = {}

@@ -12,6 +12,7 @@ from evener.balancer.result.number_format import join_words, write_share
 from evener.balancer.search.decisions import Stop
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
@@ -37,7 +38,7 @@ def explain_no_plan(
     late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
     failed = "" if too_large and late else list_failures(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
-        return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
+        return DeviceError(f"No device could be measured: {failed}.", find_backend(header.devices[0].kind).remedy)
     if failed:
         return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
     what = "a layout of the global batch" if ran else "anything"

@@ -90,9 +90,7 @@ def explain_doubts(
 def _explain_doubt(doubt: Warned, devices: Sequence[Device], longer: str) -> str:
     size, whole, fine = doubt.value, percent(doubt.value), percent(abs(doubt.value), 1)
     who = f"{devices[doubt.device].label}: " if 0 <= doubt.device < len(devices) else ""
-    cause = (
-        "other work" if all(device.kind == "cpu" for device in devices) else "heat, power or other work; let it cool"
-    )
+    cause = "other work" if all(device.on_cpu for device in devices) else "heat, power or other work; let it cool"
     sentences = {
         "not_finite": f"The loss was not finite (NaN or infinite) by step {size:.0f}: nothing is learned like that;"
         " look at the data, the learning rate and the precision.",

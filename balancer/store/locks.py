@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from evener.devices.cluster.agents import find_agent
+from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, RequestError, as_request_error
 from evener.state_folders import runs_folder, state_folder, trusted_folder
@@ -62,7 +63,7 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
     Closing the stack releases the devices. Simulated ones aren't locked.
     """
     with ExitStack() as held:
-        for host, own in group_by_host(each for each in devices if each.kind != "sim").items():
+        for host, own in group_by_host(each for each in devices if not find_backend(each.kind).simulated).items():
             if host:
                 held.callback(find_agent(host).keep(lock_here, run, own).close)
             else:
@@ -71,7 +72,7 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """The same for devices of this machine."""
+    """Keep other sessions off devices of this machine; DeviceError if one has them."""
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
         for device in devices:
@@ -123,11 +124,9 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 def kernel_files(device: Device) -> list[Path]:
     """The files by which the kernel shows a device: one for each core, or the GPU's own on its bus; none if unknown."""
-    if device.kind == "cpu":
+    if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
-    if device.kind != "gpu" or device.id.startswith("MIG-"):  # different users may use the instances of one GPU
-        return []
-    address = _bus_address(device.id)
+    address = find_backend(device.kind).bus_address(device)
     return [SYS / "bus/pci/devices" / address / "vendor"] if address else []
 
 
@@ -165,7 +164,7 @@ def _lock(descriptor: int) -> None:
 
 def _lock_units(device: Device) -> list[str]:
     """What can't be used twice: a GPU, or each core of a slice, however the CPU was cut."""
-    return [device.id] if device.kind == "gpu" else [f"core {core}" for core in device.cores]
+    return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
 
 def _read_note(descriptor: int) -> Note:
@@ -199,16 +198,3 @@ def _user_id(pid: int) -> int | None:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
-
-
-def _bus_address(uuid: str) -> str:
-    """As sysfs writes it: 0000:3b:00.0; empty if the driver doesn't say."""
-    from evener.devices.nvidia.nvml_library import find_handle, opened
-
-    try:
-        with opened() as nvml:
-            address = nvml.nvmlDeviceGetPciInfo(find_handle(nvml, uuid)).busId
-        domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(":", 1)
-        return f"{int(domain, 16):04x}:{rest.lower()}"
-    except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case
-        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib import metadata
@@ -15,10 +16,10 @@ import msgspec
 import evener
 from evener.devices.cluster.agents import Agent, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
-from evener.devices.cuda_visible import visible_gpus
-from evener.devices.terms import EVERY_HOST, Term
-from evener.devices.this_machine import Discovery, find_here
-from evener.devices.types import Device
+from evener.devices.listing import Discovery, visible_devices
+from evener.devices.registry import BACKENDS, all_backends, find_backend, find_here
+from evener.devices.terms import EVERY_HOST
+from evener.devices.types import Device, Term
 from evener.errors import DeviceError, RequestError
 
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
@@ -58,7 +59,7 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
     """Reserve the CPUs of slices; a note for each host of which other jobs hold some."""
     notes = []
     for agent in agents:
-        cores = sum(len(device.cores) for device in devices if device.host == agent.host and device.kind == "cpu")
+        cores = sum(len(device.cores) for device in devices if device.host == agent.host and device.on_cpu)
         if lacking := agent.hold_cpus(cores):
             notes.append(
                 f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} CPUs to be measured."
@@ -100,38 +101,38 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
     if terms[0].kind == "cpu":
         return HostDevices(find_here(terms, {}), versions)
     held = None if gpu_ids is None else ",".join(gpu_ids)
-    every = _list_gpus()
-    usable = visible_gpus(every, held)
+    every, variable = _list_accelerators(terms[0].kind)
+    usable = visible_devices(every, held)
     taken = tuple(device.label for device in every if device not in usable)
     if every and not usable:
         return HostDevices(Discovery(()), versions, f"Ray gives this process none of its GPUs ({', '.join(taken)}).")
     try:
-        found = find_here(terms, {} if held is None or not every else {"CUDA_VISIBLE_DEVICES": held})
+        found = find_here(terms, {} if held is None or not every else {variable: held})
     except DeviceError as fault:
         return HostDevices(Discovery(()), versions, fault.message)
     ids = {device.id for device in usable}
-    kept = tuple(device for device in found.devices if device.kind != "gpu" or device.id in ids)
+    kept = tuple(each for each in found.devices if not find_backend(each.kind).own_memory or each.id in ids)
     return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=taken)
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
     """Runs on the host: the UUIDs of GPUs that Ray holds for this process."""
-    return tuple(device.id for device in visible_gpus(_list_gpus(), ",".join(gpu_ids)))
+    return tuple(device.id for device in visible_devices(_list_accelerators("auto")[0], ",".join(gpu_ids)))
 
 
-def _list_gpus() -> tuple[Device, ...]:
-    from evener.devices.nvidia.nvml_library import list_gpus
-
-    try:
-        return list_gpus().devices
-    except DeviceError:
-        return ()
+def _list_accelerators(kind: str) -> tuple[tuple[Device, ...], str]:
+    """The devices of this kind, "auto" of the first kind that is here, and the variable that hides some of them."""
+    for backend in all_backends():
+        if backend.visible_variable and kind in ("auto", backend.kind):
+            with suppress(DeviceError):
+                return backend.list_devices().devices, backend.visible_variable
+    return (), ""
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
     """One request's devices, with their hosts, and a note on whatever differs or is left out."""
     kinds = {device.kind for answer in answers.values() for device in answer.found.devices}
-    kind = "gpu" if "gpu" in kinds else "cpu"
+    kind = next((kind for kind in BACKENDS if kind in kinds), "cpu")
     devices: list[Device] = []
     notes: list[str] = []
     said: dict[str, list[str]] = {}  # note -> hosts

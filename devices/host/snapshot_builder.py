@@ -122,7 +122,7 @@ def _row(
 ) -> ProcessSample:
     unknown = Reading(State.STALE) if look.start_time else UNSUPPORTED
     memory_bytes = seen.memory_bytes
-    if device is not None and device.kind == "cpu" and look.memory_bytes is not None:
+    if device is not None and device.on_cpu and look.memory_bytes is not None:
         memory_bytes = value(look.memory_bytes)
     return ProcessSample(
         pid=seen.pid,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from evener.devices.registry import find_backend
 from evener.devices.types import UNSUPPORTED, Device, Reading, State
 from evener.live_files import LiveDevice, Training, read_trainings
 
@@ -87,7 +88,7 @@ def _place(training: Training, devices: Sequence[Device], pids: Mapping[str, Seq
     if not training.devices:
         parts = [LiveDevice(each.id, each.index, 0, training.samples_per_second / len(seen)) for each in seen]
         return msgspec.structs.replace(training, devices=tuple(parts))
-    by_index = {device.index: device for device in devices if device.kind == "gpu"}
+    by_index = {device.index: device for device in devices if find_backend(device.kind).own_memory}
     bare = sorted({live.index for live in training.devices if not live.id and live.index >= 0})
     if not bare:
         return training

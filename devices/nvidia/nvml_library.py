@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import msgspec
-
+from evener.devices.listing import Listing
 from evener.devices.types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 from evener.errors import DeviceError
 
@@ -44,15 +43,6 @@ class GpuHandle(NamedTuple):
     handle: Handle
     number: int
     parent: Handle | None = None  # of a MIG instance
-
-
-class Listing(msgspec.Struct, frozen=True):
-    """The GPUs and MIG instances that NVML lists, and notes on those that don't answer."""
-
-    devices: tuple[Device, ...]
-    used_bytes: dict[str, int | None]  # by id: what whoever has it now uses
-    notes: tuple[str, ...]
-    driver: str  # its version; empty if it doesn't say
 
 
 def load() -> Library:

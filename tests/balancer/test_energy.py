@@ -18,8 +18,8 @@ from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import choose_winner, compare_turns, samples_per_joule
 from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
-from evener.devices.nvidia import probe_watch
-from evener.devices.nvidia.probe_watch import Vitals
+from evener.devices.nvidia.vitals import GpuCounters
+from evener.devices.vitals import Vitals
 from evener.plan import load_plan, to_toml
 from evener.tui.cli.main import run
 from evener.tui.report.contents import read_report
@@ -121,8 +121,8 @@ def test_a_chip_without_the_counter_is_asked_for_its_power(
         nvml.fail("field 83", pynvml.NVML_ERROR_NOT_SUPPORTED)
     nvml.nvmlInit()
     now = 100.0
-    monkeypatch.setattr("evener.devices.nvidia.probe_watch.time.monotonic", lambda: now)
-    reader = probe_watch._Reader(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
+    monkeypatch.setattr("evener.devices.nvidia.vitals.time.monotonic", lambda: now)
+    reader = GpuCounters(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
     first = reader.read(False).joules
     nvml.gpus[0].power_watts = 500.0
     now += 2.0

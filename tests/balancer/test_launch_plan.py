@@ -22,7 +22,8 @@ from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
-from evener.devices.child_environment import ChildEnvironment, child_environment
+from evener.devices.backend import ChildEnvironment
+from evener.devices.child_environment import child_environment
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.types import Device, Limit
 from tests.support.probe_children import list_probe_children
@@ -79,7 +80,7 @@ def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
     assert [command.place.rank for command in found] == [0, 1]
     assert found[0].place.peers == found[1].place.peers
     assert len(set(found[0].place.peers)) == 2
-    assert [command.place.devices for command in found] == [("GPU:0",), ("GPU:0",)]
+    assert [command.place.devices for command in found] == [("cuda:0",), ("cuda:0",)]
     assert [command.place.memory_limit_bytes for command in found] == [(None,), (100 * MIB,)]
 
 

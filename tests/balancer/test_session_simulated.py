@@ -20,7 +20,7 @@ from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import EndedEntry, ObservationEntry
 from evener.balancer.types import Probe
 from evener.devices.discover import discover
-from evener.devices.this_machine import Discovery
+from evener.devices.listing import Discovery
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
 from evener.share_solver import read_curves, solve_shares

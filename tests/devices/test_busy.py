@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from evener.devices.busy import busy_notes
 from evener.devices.discover import discover
-from evener.devices.nvidia.busy_gpus import busy_notes
 
 
 def notes() -> tuple[str, ...]:

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.cuda_visible import visible_gpus
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
-from evener.devices.terms import Term, parse_request
-from evener.devices.this_machine import Discovery
-from evener.devices.types import Device, Limit
+from evener.devices.listing import Discovery, visible_devices
+from evener.devices.terms import parse_request
+from evener.devices.types import Device, Limit, Term
 from evener.errors import DeviceError, RequestError
 
 GIB = 1 << 30
@@ -275,7 +274,7 @@ def test_hidden_gpus_are_a_device_error_for_gpu_and_the_cpu_for_auto(
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_visible_gpus_are_those_named_up_to_the_first_that_is_not_there(numbers: list[int]) -> None:
     gpus = tuple(Device(f"GPU-{i}", i, "X", "gpu", None) for i in range(4))
-    seen = [device.index for device in visible_gpus(gpus, ",".join(map(str, numbers)))]
+    seen = [device.index for device in visible_devices(gpus, ",".join(map(str, numbers)))]
     known = numbers[: next((at for at, number in enumerate(numbers) if number > 3), len(numbers))]
     assert seen == (known if len(set(known)) == len(known) else [])
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.devices.child_environment import cap_address_space, child_environment, mps_runs
+from evener.devices.child_environment import cap_address_space, child_environment
+from evener.devices.nvidia import mps
 from evener.devices.types import Device, Limit
 from evener.errors import DeviceError
 
@@ -81,7 +82,7 @@ def test_a_pid_file_that_names_no_process_is_no_daemon(
 ) -> None:
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(text)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not mps_runs()
+    assert not mps.runs()
 
 
 def test_devices_that_one_process_cannot_hold_are_refused() -> None:

@@ -22,7 +22,7 @@ from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
-from evener.devices.child_environment import ChildEnvironment
+from evener.devices.backend import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from evener.live import Training, read_trainings

@@ -39,7 +39,7 @@ class Script:
 
     @staticmethod
     def device(index: int = 0, name: str = "NVIDIA H200", kind: str = "gpu") -> Device:
-        return Device(f"{kind}-{index}", index, name, kind, 140 * GIB)  # type: ignore[arg-type]
+        return Device(f"{kind}-{index}", index, name, kind, 140 * GIB)
 
     @classmethod
     def sample(cls, index: int = 0, **changed: Any) -> DeviceSample:

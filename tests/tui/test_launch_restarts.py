@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.store import runs
-from evener.device_check import check_gpu
 from evener.device_errors import is_device_error
 from evener.devices.discover import discover
+from evener.devices.nvidia.device_check import check_gpu
 from evener.errors import PlanError
 from evener.live_files import start_ticks
 from evener.plan import Kind, Plan, make_layout, parse_plan, to_toml

@@ -16,6 +16,7 @@ import msgspec
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
 from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
@@ -90,8 +91,8 @@ class Job(msgspec.Struct, frozen=True):
         """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that of LOCAL_RANK."""
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
-        if self.framework == "torch" and devices[0].kind == "gpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(share.device for share in self.own)
+        if self.framework == "torch":
+            variables |= find_backend(devices[0].kind).show([share.device for share in self.own])
         return {"variables": variables, "cores": child.cores, "launcher": os.getpid(), "folder": str(self.folder)}
 
 

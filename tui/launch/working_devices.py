@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from evener.devices.child_environment import child_environment, import_path
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.launched import DEVICE
 from evener.start_rank import STARTS
@@ -20,7 +21,7 @@ POLL_SECONDS = 0.05
 
 
 def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]) -> tuple[Device, ...]:
-    """Those that compute nothing in 10 s; all are tried at the same time. It returns at once after a caught signal."""
+    """The devices that compute nothing in 10 s, all tried at the same time; a caught signal ends the wait at once."""
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS
     while not caught and None in [check.poll() for check in checks] and time.monotonic() < deadline:
@@ -34,7 +35,7 @@ def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]
 
 
 def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
-    child = child_environment((device,), framework)
+    child, module = child_environment((device,), framework), find_backend(device.kind).check_module
     start = {
         "variables": {**child.variables, DEVICE: device.id},
         "cores": child.cores,
@@ -43,7 +44,7 @@ def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
     }
     own = {STARTS: json.dumps([start]), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
     return subprocess.Popen(
-        [sys.executable, "-m", "evener.start_rank", "-m", "evener.device_check", device.kind],
+        [sys.executable, "-m", "evener.start_rank", "-m", module],
         env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

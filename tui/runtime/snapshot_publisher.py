@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from evener.devices.cuda_visible import visible_gpus
 from evener.devices.discover import discover, open_source
+from evener.devices.listing import visible_devices
 from evener.devices.recording import Recording
+from evener.devices.registry import find_backend
 from evener.devices.sampler import Sampler
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import Device
@@ -48,7 +49,8 @@ def open_publisher(
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """A monitor shows every GPU; a search uses those that CUDA would."""
-    if not devices or devices[0].kind != "gpu" or devices[0].host:
+    """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from frameworks."""
+    variable = find_backend(devices[0].kind).visible_variable if devices else ""
+    if not variable or devices[0].host:
         return devices
-    return visible_gpus(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible_devices(devices, os.environ.get(variable))

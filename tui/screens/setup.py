@@ -16,6 +16,7 @@ from textual.widgets import Button, Input, Static
 
 from evener.balancer.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
 from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
@@ -117,7 +118,7 @@ class Setup(UsesApp, VerticalScroll):
     @property
     def _simulated(self) -> bool:
         devices = self.evener.trainable
-        return bool(devices) and devices[0].kind == "sim"
+        return bool(devices) and find_backend(devices[0].kind).simulated
 
     def on_mount(self) -> None:
         """List the devices of this machine and the workloads of the registry."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UnknownMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from evener.devices.registry import find_backend
 from evener.devices.types import Device, Snapshot, State
 from evener.live_files import LiveDevice, Training, clean
 
@@ -131,7 +132,7 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 def _short(device: Device) -> str:
     """nvidia0, as dcgm-exporter has it; cpu0, sim0."""
-    return f"{'nvidia' if device.kind == 'gpu' else device.kind}{device.index}"
+    return f"{find_backend(device.kind).metrics_name or device.kind}{device.index}"
 
 
 def _name(training: Training, hostname: str) -> Labels:

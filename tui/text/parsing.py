@@ -11,6 +11,7 @@ import msgspec
 
 from evener.balancer.request import EFFICIENCY, Request
 from evener.devices.limits import write_limit
+from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
 
@@ -160,15 +161,15 @@ def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) 
     if len(chosen) == len(devices):
         return spec
     picked = [devices[position] for position in chosen]
-    if picked[0].kind == "sim":
+    if find_backend(picked[0].kind).simulated:
         return _select_simulated(spec, devices, chosen)
     return ",".join(_select_on_host(host, own) for host, own in group_by_host(picked).items())
 
 
 def _select_on_host(host: str, picked: Sequence[Device]) -> str:
-    prefix = "gpu:"
+    prefix = f"{picked[0].kind}:"
     names = [device.id for device in picked]
-    if picked[0].kind == "cpu":
+    if picked[0].on_cpu:
         prefix = f"cpu/{picked[0].id.rpartition('-of-')[2]}:"
         names = [str(device.index) for device in picked]
     where = f"ray:{host}/" if host else ""

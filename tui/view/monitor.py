@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, Snapshot
 from evener.tui.text.formatting import size
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, line, span_cells, spread
@@ -76,7 +77,8 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 def status_texts(snapshot: Snapshot, clock: str, marks: Marks) -> tuple[str, ...]:
     """Where and when the snapshot was taken: host, driver, time; shorter and shorter."""
-    driver = f"NVIDIA {clean(snapshot.driver, 20)}" if snapshot.driver else ""
+    maker = name_maker(sample.device for sample in snapshot.devices)
+    driver = f"{maker} {clean(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = clean(snapshot.host.hostname, 30)
     forms = ((host, driver, clock), (host, clock), (clock,))
     return tuple(f" {marks.dot} ".join(filter(None, form)) for form in forms)

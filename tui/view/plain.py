@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from evener.devices.registry import name_maker
 from evener.devices.types import Snapshot
 from evener.tui.view.cells import Line, Tone, clean, text_lines
 from evener.tui.view.devices import DeviceRow, device_lines
@@ -44,7 +45,8 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, marks, nothing=nothing)
     notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
     if snapshot.driver:
-        notes.insert(0, f"{clean(snapshot.host.hostname)}, NVIDIA driver {clean(snapshot.driver)}")
+        maker = name_maker(sample.device for sample in snapshot.devices)
+        notes.insert(0, f"{clean(snapshot.host.hostname)}, {maker} driver {clean(snapshot.driver)}")
     trainings = _training_parts(snapshot, width, marks)
     parts = [host_line(snapshot, width, marks), *devices, Line(), *processes, *trainings]
     lines = (*(marks.show(note) for note in notes), *(_drawn(each, marks, colour) for each in parts))

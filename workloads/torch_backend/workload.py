@@ -273,9 +273,9 @@ def configure(place: Place) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """PyTorch's name for "CPU:0" or "GPU:1"."""
+    """PyTorch's device for "cpu:0" or "cuda:1"; on the CPU there is but one."""
     kind, _, number = name.partition(":")
-    return torch.device("cpu") if kind == "CPU" else torch.device("cuda", int(number or 0))
+    return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(place: Place, device: torch.device) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 import typer
 
 from evener.devices.recording import Recorder, Recording
+from evener.devices.registry import find_backend
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
 from evener.tui.cli.options import (
@@ -38,8 +39,6 @@ from evener.tui.view.plain import snapshot_document, snapshot_text
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
-SETTLE_SECONDS = 0.05  # rates need two readings
-GPU_SETTLE_SECONDS = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
 app = typer.Typer()
 
 
@@ -146,7 +145,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     recorded = source if isinstance(source, Recording) else None
     if recorded is None:
         source.sample()
-        time.sleep(GPU_SETTLE_SECONDS if any(each.kind == "gpu" for each in source.devices()) else SETTLE_SECONDS)
+        time.sleep(max(find_backend(each.kind).settle_seconds for each in source.devices()))
     elif not loops:
         yield recorded.snapshot(len(recorded) - 1)
         return

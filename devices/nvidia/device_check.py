@@ -1,4 +1,4 @@
-"""Computes a little on the device of this process: `python -m evener.device_check gpu`, exit code 0 if that works.
+"""Computes a little on the GPU of this process: `python -m evener.devices.nvidia.device_check`, exit code 0 if it can.
 
 It needs no framework: CUDA's driver is enough, which takes a second where importing PyTorch may take ten.
 """
@@ -11,12 +11,6 @@ from typing import Any
 
 WORDS = 1 << 20
 VALUE = 0x5EED
-
-
-def main() -> None:
-    """Check a CPU slice by its cores, on which start_rank has put this process; a GPU by its own computation."""
-    sound = check_gpu(ctypes.CDLL("libcuda.so.1")) if sys.argv[1:] == ["gpu"] else sum(range(WORDS)) == 549755289600
-    sys.exit(0 if sound else 1)
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
@@ -35,4 +29,4 @@ def check_gpu(cuda: ctypes.CDLL) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if check_gpu(ctypes.CDLL("libcuda.so.1")) else 1)

@@ -1,0 +1,143 @@
+"""NVIDIA's GPUs as evener asks for them; what needs the driver is imported when it is asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from evener.devices.backend import QUIET, Backend, Check, ChildEnvironment, SharingDaemon
+from evener.devices.listing import Discovery, Listing, names_index
+from evener.devices.nvidia import MPS_PROGRAM
+from evener.devices.types import Device, Source, Term
+from evener.devices.vitals import VitalsReader
+from evener.errors import DeviceError
+
+
+class NvidiaGpus(Backend):
+    """GPUs and MIG instances by NVML, confined by CUDA_VISIBLE_DEVICES, shared by MPS."""
+
+    kind = "gpu"
+    maker = "NVIDIA"
+    id_prefixes = ("gpu-", "mig-")
+    visible_variable = "CUDA_VISIBLE_DEVICES"
+    late_variables = ("CUDA_",)
+    driver_files = ("nvidia-uvm",)
+    device_words = ("cuda", "cudnn", "cublas", "nccl")
+    memory_words = (
+        "cublas_status_alloc_failed",
+        "cublas_status_not_initialized",
+        "cudnn_status_alloc_failed",
+        "cudnn_status_not_supported",
+    )
+    torch_name = "cuda"
+    tensorflow_name = "GPU"
+    check_module = "evener.devices.nvidia.device_check"
+    remedy = "Check nvidia-smi and dmesg."
+    metrics_name = "nvidia"  # as dcgm-exporter has it
+    settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
+    daemon_program = MPS_PROGRAM
+
+    def list_devices(self) -> Listing:
+        """Every GPU by NVML, MIG instances in place of theirs."""
+        from evener.devices.nvidia.nvml_library import list_gpus
+
+        listing = list_gpus()
+        if not listing.devices:
+            raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)
+        return listing
+
+    def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
+        """The GPUs that the terms name, with a note where CUDA may count unequal GPUs in another order.
+
+        CUDA counts the fastest first unless CUDA_DEVICE_ORDER says otherwise; nvidia-smi and evener by the PCI bus.
+        """
+        found = super().find(terms, variables)
+        named = variables.get(self.visible_variable, "")
+        if all(term.pick for term in terms) or variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+            return found
+        if not names_index(named) or len({gpu.name for gpu in self.list_devices().devices}) < 2:
+            return found
+        note = (
+            f"CUDA_VISIBLE_DEVICES={named} is read in the order of nvidia-smi; other CUDA programs read it so "
+            "only with CUDA_DEVICE_ORDER=PCI_BUS_ID."
+        )
+        return msgspec.structs.replace(found, notes=(*found.notes, note))
+
+    def open_source(self, found: Discovery) -> Source:
+        """A source that keeps NVML open."""
+        from evener.devices.nvidia.source import NvmlSource
+
+        return NvmlSource(found.devices, notes=found.notes)
+
+    def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
+        """The GPUs by their UUIDs; a percentage is MPS's to hold, so DeviceError if no daemon runs."""
+        grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+        variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
+        percentages = {device.limit.percent or 100.0 for device in devices}
+        if len(percentages) > 1:
+            raise ValueError("MPS holds a whole process to one percentage: unequal GPUs need a child each")
+        (percent,) = percentages
+        if percent < 100:
+            if not self.daemon_runs():
+                limited = ", ".join(device.label for device in devices)
+                raise DeviceError(
+                    f"{limited} can't be held to {percent:g} %: no MPS daemon runs.",
+                    f"Start one with {MPS_PROGRAM} -d, or omit the percentage.",
+                )
+            variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
+        return ChildEnvironment(variables)
+
+    def open_vitals(self, device: Device) -> VitalsReader:
+        """Throttling, energy, memory and processes by NVML."""
+        from evener.devices.nvidia.vitals import NvmlVitals
+
+        return NvmlVitals(device.id)
+
+    def bus_address(self, device: Device) -> str:
+        """The GPU's address by NVML; empty for a MIG instance, as different users may use those of one GPU."""
+        from evener.devices.nvidia.nvml_library import find_handle, opened
+
+        if device.id.startswith("MIG-"):
+            return ""
+        try:
+            with opened() as nvml:
+                address = nvml.nvmlDeviceGetPciInfo(find_handle(nvml, device.id)).busId
+            domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(":", 1)
+            return f"{int(domain, 16):04x}:{rest.lower()}"
+        except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case
+            return ""
+
+    def check_driver(self) -> tuple[tuple[Check, ...], int]:
+        """The driver's version by NVML, and a package that hides nvidia-ml-py."""
+        from evener.devices.nvidia.nvml_library import load, opened
+
+        nvml, name, count = load(), "nvidia driver", 0
+        try:
+            with opened(nvml):
+                version, count = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetCount()
+            found = Check(name, "ok", f"{version}, {count} GPU{'s' * (count != 1)}")
+        except DeviceError as fault:
+            remedy = "For an NVIDIA GPU, install its driver or give the container access. Without one, CPU slices are"
+            found = Check(name, "note", f"none found ({fault.__context__})", f"{remedy} used.")
+        except nvml.NVMLError as error:
+            found = Check(name, "problem", f"found, but a query failed: {error}", "See nvidia-smi and dmesg.")
+        with suppress(importlib.metadata.PackageNotFoundError):
+            twice = f"{importlib.metadata.version('pynvml')}, in addition to nvidia-ml-py"
+            clash = Check("pynvml package", "note", twice, "Remove it: nvidia-ml-py provides the same module.")
+            return (found, clash), count
+        return (found,), count
+
+    def daemon_runs(self) -> bool:
+        """Whether an MPS control daemon listens where CUDA programs look for one."""
+        from evener.devices.nvidia.mps import runs
+
+        return runs()
+
+    def open_daemon(self) -> SharingDaemon:
+        """An MPS daemon in a folder of evener's own."""
+        from evener.devices.nvidia.mps import MpsDaemon
+
+        return MpsDaemon()

@@ -1,0 +1,67 @@
+"""The kinds of devices that evener knows. A new maker's line goes into BACKENDS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+
+from evener.devices.backend import Backend
+from evener.devices.listing import Discovery
+from evener.devices.types import Device, Source, Term
+from evener.errors import DeviceError, RequestError
+
+# kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
+BACKENDS = {
+    "gpu": "evener.devices.nvidia.backend:NvidiaGpus",
+    "cpu": "evener.devices.cpu.backend:CpuSlices",
+    "sim": "evener.devices.simulated.backend:SimulatedDevices",
+}
+
+
+def find_backend(kind: str) -> Backend:
+    """The backend of devices of this kind; RequestError if this evener has none, as of a newer one's journal."""
+    if kind not in BACKENDS:
+        raise RequestError(f"This evener has no devices of the kind {kind!r}.", f"It has {', '.join(BACKENDS)}.")
+    return _load(BACKENDS[kind])
+
+
+def all_backends() -> tuple[Backend, ...]:
+    """Every backend, in the order of the table."""
+    return tuple(_load(place) for place in BACKENDS.values())
+
+
+def name_maker(devices: Iterable[Device]) -> str:
+    """The maker of the first device that has one; empty if none has."""
+    makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
+    return next(filter(None, makers), "")
+
+
+def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
+    """The devices of this machine that terms of one kind name, in order; the environment `variables` may hide some."""
+    if terms[0].kind != "auto":
+        return find_backend(terms[0].kind).find(terms, variables)
+    limit, faults = terms[0].limit, []
+    for backend in all_backends():
+        if backend.own_memory:
+            try:
+                return backend.find((Term(backend.kind, limit=limit),), variables)
+            except DeviceError as fault:
+                faults.append(fault.message)
+    found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
+    each = len(found.devices[0].cores)
+    named = ", ".join(device.label for device in found.devices)
+    said = f"{' '.join(faults)} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
+    return Discovery(found.devices, (said, *found.notes))
+
+
+def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
+    """What samples devices of this machine; DeviceError if their driver has gone meanwhile."""
+    return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
+
+
+@cache
+def _load(place: str) -> Backend:
+    module, _, name = place.partition(":")
+    backend: Backend = getattr(import_module(module), name)()
+    return backend

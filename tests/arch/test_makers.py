@@ -1,0 +1,70 @@
+"""A maker of devices is named in its own folder and in one line of the registry, and nowhere else in the product."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.arch.test_names import PACKAGES, files, place
+
+MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
+OWN = ("devices/nvidia/", "devices/registry.py")
+# "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
+FRAMEWORKS = (
+    "evener/torch_split/",
+    "evener/keras_split/",
+    "evener/ray.py",
+    "workloads/torch_backend/",
+    "workloads/keras_backend/",
+)
+SHOWN = (
+    "tui/view/devices.py",  # leaves the maker out of a product's name
+    "tui/cli/commands/machine.py",  # shows the reference units of some NVIDIA products
+)
+REPO = Path(__file__).parents[2]
+
+
+def makers_in(code: str) -> Iterator[tuple[int, str]]:
+    """Imports, names and strings that name a maker; a text with a space is written for people, and compares nothing."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Import(names=found):
+                words = [alias.name for alias in found]
+            case ast.ImportFrom(module=module, names=found):
+                words = [module or "", *(alias.name for alias in found)]
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
+                words = [word]
+            case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+                words = [word]
+            case ast.Constant(value=str() as word) if " " not in word.strip():
+                words = [word]
+            case ast.Compare() if any(
+                isinstance(each, ast.Constant) and each.value == "gpu" for each in ast.walk(node)
+            ):
+                words = ["nvidia's kind in a comparison"]
+            case _:
+                continue
+        for word in words:
+            if MAKER.search(word):
+                yield getattr(node, "lineno", 1), word
+
+
+def test_no_maker_is_named_outside_its_folder() -> None:
+    """What depends on the maker asks `find_backend`, so that another maker needs a class and a line."""
+    hits = [
+        f"{place(path, line)}  {word}"
+        for package in PACKAGES
+        for path in files(package, (".py",))
+        if not str(path.relative_to(REPO)).startswith(OWN + FRAMEWORKS + SHOWN)
+        for line, word in makers_in(path.read_text())
+    ]
+    assert hits == []
+
+
+def test_a_makers_name_would_be_found() -> None:
+    """The check itself: an import, a name, a string and a comparison, but not what is written for people."""
+    found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"', 'device.kind == "gpu"']
+    assert [len(list(makers_in(code))) for code in found] == [1, 1, 1, 1]
+    assert list(makers_in('print("an NVIDIA GPU is here", device.kind)')) == []
