@@ -1,4 +1,4 @@
-"""What evener asks of a kind of devices: NVIDIA's GPUs, slices of the CPU and simulated devices answer it.
+"""The questions that evener asks of a kind of devices; NVIDIA's GPUs, CPU slices and simulated devices answer them.
 
 docs/architecture.md, "To add a maker of devices", says which file to write and which line to add.
 """
@@ -29,7 +29,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """How to start a child on its devices; the child applies `address_space_bytes` itself, by `cap_address_space`."""
+    """A child's start on its devices; the child applies `address_space_bytes` itself, by `cap_address_space`."""
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
     cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: leave it
@@ -48,8 +48,10 @@ class SharingDaemon(Protocol):
 
 
 class Backend(Protocol):
-    """One kind of devices. A maker's class inherits it and overrides what its devices have; every method is cheap
-    until it is called, as `devices/registry.py` makes one object for the whole process."""
+    """One kind of devices; a maker's class inherits it and overrides what its devices have.
+
+    A process has one object of each class, made by `devices/registry.py`: importing its module must cost nothing.
+    """
 
     kind: str  # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
     maker: str = ""  # the name that people know; empty: no maker's driver is asked
@@ -81,10 +83,10 @@ class Backend(Protocol):
         return choose_devices(self.list_devices(), terms, self.visible_variable, variables)
 
     def open_source(self, found: Discovery) -> Source:
-        """What samples these devices for the monitor; DeviceError if the driver has gone meanwhile."""
+        """A source that samples these devices for the monitor; DeviceError if the driver has gone meanwhile."""
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """How a child trains on these devices alone with "tensorflow", "torch" or "none"; DeviceError if it can't."""
+        """A child's start on these devices alone with "tensorflow", "torch" or "none"; DeviceError if it can't be."""
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
@@ -97,7 +99,7 @@ class Backend(Protocol):
         return f"{words.get(framework, self.kind.upper())}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """What is asked between the timed blocks of a probe; None: nothing is known of such devices."""
+        """A reader that a probe asks between its timed blocks; None: nothing is known of such devices."""
         return None
 
     def bus_address(self, device: Device) -> str:
@@ -109,7 +111,7 @@ class Backend(Protocol):
         return (), 0
 
     def daemon_runs(self) -> bool:
-        """Whether a sharing daemon that evener didn't start runs already."""
+        """True if a sharing daemon that evener didn't start runs already."""
         return False
 
     def open_daemon(self) -> SharingDaemon:

@@ -41,7 +41,7 @@ def _read_vitals(devices: Sequence[Device]) -> Iterator[tuple[Device, Vitals]]:
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:
-    """Empty for a device that is idle, or doesn't tell."""
+    """The sentence on a device that is busy; empty for one that is idle, or doesn't tell."""
     if seen.busy_percent is None or seen.busy_percent < BUSY_PERCENT:
         return ""
     pids = _name_pids(seen)
@@ -51,7 +51,7 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Empty for a device with room for its own limit, or one that doesn't tell."""
+    """The sentence on a device that is full; empty for one with room for its own limit, or that doesn't tell."""
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
         return ""

@@ -1,4 +1,4 @@
-"""What a child process needs so that it trains on its devices and on nothing else: variables, cores, memory."""
+"""The environment of a child that trains on its devices and on nothing else: variables, cores, memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def import_path(inherited: str) -> str:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Let this process grow by so much from here on; more ends in a failed allocation, which torch can catch."""
+    """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which torch can catch."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""What `--devices` means: the devices that a request names, and the source that samples them."""
+"""The devices that `--devices` names, and the source that samples them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _find_on_cluster(terms: Sequence[Term], address: str, reserve: bool) -> Disc
 
 
 def open_source(discovery: Discovery) -> Source:
-    """What samples these devices; its owner closes it. DeviceError if the driver has gone meanwhile."""
+    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone meanwhile."""
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
         from evener.devices.cluster.source import ClusterSource

@@ -22,7 +22,7 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """What the text behind `@` asks for; RequestError names the part that can't be read."""
+    """The limit that the text behind `@` asks for; RequestError names the part that can't be read."""
     found: dict[str, Decimal] = {}
     for part in text.split("+"):
         number, unit = _number_and_unit(part.strip(), text)

@@ -86,7 +86,7 @@ def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[De
 
 
 def names_index(variable: str) -> bool:
-    """Whether a variable's text names a device by its number."""
+    """True if a variable's text names a device by its number."""
     return any(_INDEX.fullmatch(text.strip()) for text in variable.split(","))
 
 

@@ -100,16 +100,16 @@ class Recording:
 
     @property
     def interval_seconds(self) -> float:
-        """Between its snapshots, as it was recorded."""
+        """The time between two snapshots of the recording."""
         return max(0.05, self._first.interval_seconds)
 
     @property
     def ended(self) -> bool:
-        """Whether the last snapshot has been given."""
+        """True once the last snapshot has been given."""
         return self.position >= len(self) - 1
 
     def devices(self) -> tuple[Device, ...]:
-        """Those of the first snapshot."""
+        """The devices of the first snapshot."""
         return tuple(sample.device for sample in self._first.devices)
 
     def sample(self) -> Snapshot:
@@ -149,7 +149,7 @@ class Recording:
         return header
 
     def _find_lines(self) -> list[int]:
-        """Where each whole line begins; the file must hold at least one snapshot."""
+        """The offset of each whole line; the file must hold at least one snapshot."""
         starts: list[int] = []
         while (row := self._stream.readline(LONGEST_LINE_BYTES)).endswith(b"\n"):
             starts.append(self._stream.tell() - len(row))

@@ -130,7 +130,7 @@ class History:
         self._ticks: deque[dict[str, tuple[float | None, ...]]] = deque(maxlen=ticks)
 
     def add(self, snapshot: Snapshot) -> None:
-        """One tick."""
+        """Add the readings of one tick."""
         self._ticks.append(
             {
                 sample.device.key: tuple(getattr(sample, name).current for name in _READINGS)
@@ -146,7 +146,7 @@ class History:
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
-    """The same snapshot with every value marked as too old to be current."""
+    """A snapshot whose every value is marked as too old to be current."""
     note = f"No reading for {age_seconds:.0f} s: the driver does not answer."
     devices = (_stale_readings(sample, age_seconds) for sample in snapshot.devices)
     return msgspec.structs.replace(

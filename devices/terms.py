@@ -1,4 +1,4 @@
-"""What `--devices` says: the terms of a request. Pure.
+"""The terms that `--devices` consists of, and their grammar. Pure.
 
     request = term ("," term)*
     term    = [where] device ["@" limit]      the limit holds for what stands directly before it

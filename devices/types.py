@@ -15,7 +15,7 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """What `@` holds a device to: a share of its compute, a part of its memory; real on a real device."""
+    """A limit behind `@`: a share of a device's compute, a part of its memory; real on a real device."""
 
     percent: float | None = None  # of its compute, above 0 and at most 100
     memory_bytes: int | None = None
@@ -38,7 +38,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is a slice of the CPU: it owns cores, shares the host's memory, and tells no energy."""
+        """True for a slice of the CPU: it owns cores, shares the host's memory, and tells no energy."""
         return self.kind == "cpu"
 
     @property
@@ -49,12 +49,12 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Its id, unique over hosts."""
+        """The device's id, unique over hosts."""
         return f"{self.host}/{self.id}" if self.host else self.id
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """What a training process can have, under the limit."""
+        """Memory that a training process can have on the device, under the limit."""
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
 
@@ -83,7 +83,7 @@ def group_by_host(devices: Iterable[Device]) -> dict[str, tuple[Device, ...]]:
 
 
 class State(StrEnum):
-    """Why a metric has, or hasn't, a value."""
+    """The reason why a metric has a value, or has none."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"  # this device can't tell
@@ -108,11 +108,11 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """The same value, so old and perhaps in another state; a reading without a value stays what it is."""
+        """This reading at another age, and perhaps in another state; one without a value stays what it is."""
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
     def scaled(self, factor: float) -> Reading:
-        """The same reading in another unit."""
+        """This reading in another unit."""
         return self if self.value is None else Reading(self.state, self.value * factor, self.age_seconds)
 
 
@@ -207,10 +207,10 @@ class Source(Protocol):
     """Something that can be sampled once a tick. It never raises for trouble with a device: that is in the readings."""
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices it knows, in order."""
+        """The devices that are sampled, in order."""
 
     def sample(self) -> Snapshot:
-        """Everything at this moment; cheap enough for once a second, and safe from a thread of its own."""
+        """A snapshot of this moment; cheap enough for once a second, and safe from a thread of its own."""
 
     def close(self) -> None:
         """Let go of the driver."""

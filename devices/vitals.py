@@ -1,4 +1,4 @@
-"""What can spoil a measurement on one device: it throttles, others take its memory, or its driver goes silent.
+"""The vitals of one device, which can spoil a measurement: throttling, others' memory, a driver that goes silent.
 
 A driver is asked between two timed blocks, on a thread of its own: one that hangs holds up that thread and nobody else.
 """
@@ -62,12 +62,12 @@ class VitalsWatch:
 
     @property
     def pending(self) -> bool:
-        """Whether the driver has not answered yet."""
+        """True while the driver has not answered."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def silent_seconds(self) -> float:
-        """How long the driver has had for its answer; a thread that waits for a busy CPU is not silence."""
+        """The time that the driver has had for its answer; a thread that waits for a busy CPU is not silence."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 

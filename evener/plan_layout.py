@@ -14,6 +14,7 @@ from evener.errors import PlanError
 
 RATIO_TOLERANCE = 1e-6
 
+GPU_IDS = ("GPU-", "MIG-")  # how ids of GPUs begin; each maker's backend in devices/ says so of its own
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
@@ -36,6 +37,11 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
     most: int = 0  # rows of one pass that its memory holds; 0: unknown
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU: neither a slice of the CPU nor simulated."""
+        return self.device.upper().startswith(GPU_IDS)
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -226,7 +226,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def _name(share: Share) -> str:
-    return f"GPU:{share.index}" if share.device.startswith("GPU-") else share.device
+    return f"GPU:{share.index}" if share.on_gpu else share.device
 
 
 def choose_quantum(shares: Sequence[int]) -> int:

@@ -41,7 +41,7 @@ class HostLostError(DeviceError):
 
 
 class Servant:
-    """What runs in the actor: it calls functions, and keeps objects whose methods can be called."""
+    """The object that runs in the actor: it calls functions, and keeps objects whose methods can be called."""
 
     def __init__(self) -> None:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for itself; children would inherit it
@@ -55,7 +55,7 @@ class Servant:
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of evener here."""
+        """Call a function of evener on this host."""
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
@@ -124,7 +124,7 @@ class Agent:
         return Kept(self, name)
 
     def alive(self) -> bool:
-        """Whether the actor still answers."""
+        """True if the actor still answers."""
         try:
             self.finish(self.begin("gpu_ids"), ALIVE_SECONDS)
         except HostLostError:
@@ -132,7 +132,7 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve so many of the node's CPUs, or what other jobs leave of them; how many those hold of the wanted."""
+        """Reserve this many of the node's CPUs, or those that other jobs leave; return how many of them are missing."""
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus
         if self._held_cpus != min(wanted, free):
@@ -165,21 +165,21 @@ class Kept:
         self._agent, self._name = agent, name
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Call a method of it without waiting; `finish` gets the answer."""
+        """Call a method of the object without waiting; `finish` gets the answer."""
         return self._agent.begin("ask", self._name, method, *arguments)
 
     def finish(self, call: Any, seconds: float) -> Any:
-        """The answer to such a call."""
+        """The answer to a call that `begin` made."""
         return self._agent.finish(call, seconds)
 
     def ask(
         self, method: str, *arguments: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Call a method of it and wait for the answer, as `Agent.finish` does."""
+        """Call a method of the object and wait for the answer, as `Agent.finish` does."""
         return self._agent.finish(self.begin(method, *arguments), seconds, stop)
 
     def close(self) -> None:
-        """Close it there, unless its host has gone."""
+        """Close the object on its host, unless that has gone."""
         with suppress(HostLostError):
             self._agent.finish(self._agent.begin("drop", self._name), CLOSE_SECONDS)
 
@@ -226,7 +226,7 @@ def end_agents() -> None:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """A new servant on the node, which holds so many of its GPUs."""
+    """A new servant on the node, which holds this number of its GPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -243,6 +243,6 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _say_why(error: Exception) -> str:
-    """What a host that can't be asked did."""
+    """The reason why a host can't be asked, as the end of a sentence."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     return f"can't run evener: {missing[-1].rstrip('.')}" if missing else "has left the cluster"

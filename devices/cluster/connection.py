@@ -92,7 +92,7 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """In a thread of its own: Ray would wait for a minute, and take over the signal handlers of the main thread."""
+    """Join in a thread: in the main one Ray would wait for a minute and take over the signal handlers."""
     import ray
     from ray._private import worker
 

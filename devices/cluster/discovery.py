@@ -26,7 +26,7 @@ PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
 class HostDevices(msgspec.Struct, frozen=True):
-    """What a host says of itself."""
+    """A host's devices and versions, as the host itself reports them."""
 
     found: Discovery
     versions: dict[str, str]

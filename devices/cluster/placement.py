@@ -1,4 +1,4 @@
-"""Where a plan's shares are in a Ray cluster, and which GPUs of those hosts nobody is to get."""
+"""The hosts of a plan's shares in a Ray cluster, and actors that hold the GPUs there that the plan doesn't use."""
 
 from __future__ import annotations
 

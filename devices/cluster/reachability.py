@@ -1,4 +1,4 @@
-"""Whether hosts reach each other's ports: each listens for a moment, and the others connect."""
+"""A check that hosts reach each other's ports: each listens for a moment, and the others connect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Listener:
             threading.Thread(target=_accept, args=(door,), name="listener", daemon=True).start()
 
     def places(self) -> list[Place]:
-        """Where it listens."""
+        """The address and ports on which the listener waits."""
         return [(self._address, door.getsockname()[1]) for door in self._doors]
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ def _accept(door: socket.socket) -> None:
 
 
 def find_unreachable(places: Sequence[Place]) -> list[tuple[Place, str]]:
-    """Those of the places that can't be connected to from here, and why."""
+    """The places that this host can't connect to, each with the reason."""
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, places))
     return [(place, fault) for place, fault in zip(places, faults, strict=True) if fault]

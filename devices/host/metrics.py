@@ -33,7 +33,7 @@ class HostMeter:
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first line
 
     def read(self) -> HostSample:
-        """The machine now."""
+        """The host line of this moment."""
         percents = psutil.cpu_percent(None if self.by_cpu else FIRST_WAIT_SECONDS, percpu=True)
         if len(percents) != len(self._cpus):
             self._cpus = tuple(_online_cpus(len(percents)))
@@ -57,7 +57,7 @@ def _online_cpus(count: int) -> Iterable[int]:
 
 
 class ProcessReading(msgspec.Struct, frozen=True):
-    """Who a process is and what it uses now; unknown facts are empty."""
+    """A process's owner, command and present use; unknown facts are empty."""
 
     pid: int
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
@@ -69,7 +69,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
 
 
 class _Look(NamedTuple):
-    """A process when it was looked at last."""
+    """The last look at a process."""
 
     facts: ProcessReading
     started: bytes  # in clock ticks since boot: a reused pid is another process
@@ -84,7 +84,7 @@ class ProcessTable:
         self._known: dict[int, _Look] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """Who `pid` is and what it uses; for processes of other containers or users perhaps only the pid."""
+        """The process `pid` and its use; of other containers' or users' processes perhaps only the pid is known."""
         before, now, stat = self._known.pop(pid, None), time.monotonic(), read_stat(pid)
         if not stat:
             return ProcessReading(pid)

@@ -1,4 +1,4 @@
-"""What every source adds to its devices' samples: the host line, and the processes with their samples/s."""
+"""The parts of a snapshot that every source needs: the host line, and the processes with their samples/s."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SnapshotBuilder:
         self._rates = rates or TrainingRates()
 
     def begin(self) -> float:
-        """A tick begins; its time by the clock."""
+        """Begin a tick, and return its time by the clock."""
         now = self.clock()
         self.interval_seconds, self._started = max(0.0, now - self._started), now
         return now
@@ -56,7 +56,7 @@ class SnapshotBuilder:
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
-        """The tick, complete. `seen`: the driver's processes by device id; `host`: the machine, if read already."""
+        """The tick's snapshot. `seen`: the driver's processes by device id; `host`: the machine, if read already."""
         devices, processes = self.complete(samples, seen or {})
         parents = self._parents(processes)
         return Snapshot(
@@ -89,7 +89,7 @@ class SnapshotBuilder:
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
     def _parents(self, processes: Sequence[ProcessSample]) -> tuple[ProcessSample, ...]:
-        """What started the processes and is on no device, up to their shells; evener itself is one of them."""
+        """The processes that started these and are on no device, up to their shells; evener itself is one of them."""
         pids = {each.pid for each in processes}
         found: dict[int, ProcessSample] = {}
         waiting = [each.parent_pid for each in processes]
@@ -103,7 +103,7 @@ class SnapshotBuilder:
 
 
 def _leads_session(pid: int) -> bool:
-    """Whether a process is a shell or a daemon, above which nothing belongs to a training; evener itself isn't."""
+    """True for a shell or a daemon, above which nothing belongs to a training; evener itself is neither."""
     try:
         return pid <= 1 or (os.getsid(pid) == pid and pid != os.getpid())
     except OSError:

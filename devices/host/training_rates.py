@@ -1,4 +1,4 @@
-"""What trainings report of themselves, assigned to this machine's devices; samples/s of devices and processes."""
+"""Trainings' reports, assigned to this machine's devices: samples/s of each device and process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (sampl
 
 
 class TrainingRates:
-    """Who trains where and how fast; reads the reports at most twice a second."""
+    """The samples/s of each training on each device; reports are read at most twice a second."""
 
     def __init__(
         self, read: Callable[[], Sequence[Training]] = read_trainings, clock: Callable[[], float] = time.monotonic

@@ -131,7 +131,7 @@ class NvidiaGpus(Backend):
         return (found,), count
 
     def daemon_runs(self) -> bool:
-        """Whether an MPS control daemon listens where CUDA programs look for one."""
+        """True if an MPS control daemon listens where CUDA programs look for one."""
         from evener.devices.nvidia.mps import runs
 
         return runs()

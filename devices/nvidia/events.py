@@ -57,7 +57,7 @@ class EventWatch:
             self._thread.start()
 
     def recent(self, handle: Handle) -> tuple[str, ...]:
-        """What happened to this GPU, newest last."""
+        """The last events of this GPU, newest last."""
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
@@ -115,7 +115,7 @@ def describe(kind: int, data: int) -> str:
 
 
 def address(handle: Handle) -> int:
-    """What identifies the GPU of a handle: the pointer that NVML gave."""
+    """The pointer that NVML gave for a handle, which identifies the GPU."""
     try:
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
     except (ctypes.ArgumentError, TypeError):

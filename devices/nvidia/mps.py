@@ -31,12 +31,12 @@ CLOSE_SECONDS = 20.0  # for the guard to have done all of that
 
 
 def find_program() -> str | None:
-    """Where the control program is; None if it isn't installed."""
+    """The path of the control program; None if it isn't installed."""
     return shutil.which(MPS_PROGRAM)
 
 
 def runs() -> bool:
-    """Whether a control daemon listens where CUDA programs look for one."""
+    """True if a control daemon listens where CUDA programs look for one."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or FOLDER)
     with suppress(OSError, ValueError, OverflowError):
         pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))

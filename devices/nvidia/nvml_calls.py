@@ -44,7 +44,7 @@ def raise_if_gone(code: int) -> None:
 
 
 class Schedule:
-    """When to ask again, and what to show meanwhile."""
+    """The next time to ask for a number, and the reading to show meanwhile."""
 
     __slots__ = ("_at", "_due", "_last", "_period")
 
@@ -55,7 +55,7 @@ class Schedule:
         self._last = PENDING
 
     def is_due(self, now: float) -> bool:
-        """Whether to ask at `now`."""
+        """True if the number is to be asked for at `now`."""
         return now >= self._due
 
     def kept(self, now: float) -> Reading:

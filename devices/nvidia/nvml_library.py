@@ -59,7 +59,7 @@ def error_code(error: Exception) -> int:
 
 
 def failed_reading(code: int) -> Reading:
-    """What a failed call means for its metric: unsupported, denied, or just not now."""
+    """The reading of a metric whose call failed: unsupported, denied, or just not available now."""
     if code in _NEVER:
         return UNSUPPORTED
     return DENIED if code == NO_PERMISSION else PENDING

@@ -1,4 +1,4 @@
-"""Which processes are on one GPU, with their memory and share of the multiprocessors; asked every few seconds."""
+"""The processes on one GPU, with their memory and share of the multiprocessors, asked every few seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GpuProcesses:
         return self._seen
 
     def _list(self, kind: str) -> None:
-        """Ask by the newest version of the call that this driver has."""
+        """Ask for the processes by the newest version of the call that this driver has."""
         for name in LISTS[kind]:
             try:
                 listed = getattr(self._nvml, name)(self._handle)

@@ -116,7 +116,7 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """From the third sample on, so that a single sample needn't wait for the watching thread to end."""
+        """Watch for events from the third sample on, so that a single sample needn't wait for that thread to end."""
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
             self._events = EventWatch(self._nvml, [slot.reader.handle for slot in self._slots.values() if slot.reader])

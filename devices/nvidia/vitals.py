@@ -1,4 +1,4 @@
-"""What NVML tells of one GPU between two blocks of a probe: seconds held back, energy, memory and its holders."""
+"""The vitals of one GPU by NVML: seconds held back, energy, memory and its holders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GpuCounters:
         return Vitals(now, held, capped, last.used_bytes, last.processes, last.busy_percent, joules)
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """By the counter; on chips without one the mean of two readings of the power counts for the time between."""
+        """Joules by the counter; a chip without one drew the mean of two readings of its power between them."""
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
         watts = self._power.read_one(now).current
@@ -101,7 +101,7 @@ class GpuCounters:
         return self._joules
 
     def _slowed(self, now: float, found: Mapping[int, Reading]) -> tuple[float | None, float | None]:
-        """Seconds by the driver's nanosecond counters, else by the mask at each reading."""
+        """Seconds held back and capped by the driver's nanosecond counters, else by the mask at each reading."""
         counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
         if counts:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
@@ -111,7 +111,7 @@ class GpuCounters:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """The mean of two readings' masks counts for the time between."""
+        """Seconds held back and capped where the mean of two readings' masks counts for the time between."""
         reasons = self._reasons.read_one(now).current
         if reasons is None:
             return None, None

@@ -44,7 +44,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Cost for so many devices with samples on so many hosts; one device waits for nobody."""
+        """Seconds of a step in which k devices with samples on h hosts exchange; one device waits for nobody."""
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
         return (within + across) / 1000
@@ -84,12 +84,12 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """What a step costs beside its rows: the least at which a line through two neighbours of the curve begins."""
+        """Milliseconds of a step without rows: the least at which a line through two neighbours of the curve begins."""
         begins = (t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve))
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """One step alone and unlimited, in passes of equal sizes; 0 for no samples."""
+        """Seconds of one step alone and unlimited, in passes of equal sizes; 0 for no samples."""
         if batch <= 0:
             return 0.0
         rows, larger = divmod(batch, passes)
@@ -102,17 +102,17 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """What it draws while it computes for a part of the time; 8 % of the full load at rest."""
+        """The power of a device that computes for a part of the time; 8 % of the full load at rest."""
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (IDLE_POWER + (1 - IDLE_POWER) * (0.3 * busy + 0.65 * effort))
 
     @property
     def samples_per_second(self) -> float:
-        """The most that it trains alone, at any point of its curve."""
+        """The most that the device trains alone, at any point of its curve."""
         return max(batch / seconds if (seconds := self.seconds(batch)) else math.inf for batch, _ in self.curve)
 
     def gain(self, processes: int) -> float:
-        """Combined throughput of so many trainings over that of one: 1 where no curve is given, as time is shared."""
+        """Throughput of all trainings side by side over that of one: 1 where no curve is given, as time is shared."""
         points = self.pack_gain
         if not points or processes <= 1:
             return 1.0
@@ -141,12 +141,12 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_rising("curve", self.curve)
 
     def seconds(self, batch: int) -> float:
-        """One step without noise."""
+        """Seconds of one step, without noise."""
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happens to one device of a machine file, for some time on the session's clock."""
+    """An event of one device of a machine file, which lasts for some time on the session's clock."""
 
     at_seconds: Amount
     device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
@@ -160,7 +160,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def applies_to(self, position: int, at_seconds: float) -> bool:
-        """Whether it happens to that device then."""
+        """True if the event happens to the device at this time."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
@@ -174,7 +174,7 @@ class Machine(msgspec.Struct, frozen=True):
     events: tuple[SimulatedEvent, ...] = ()
 
     def limit(self, position: int) -> Limit:
-        """What `@` holds the device to."""
+        """The limit that `@` holds the device to."""
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
@@ -231,26 +231,26 @@ class Machine(msgspec.Struct, frozen=True):
         return max((d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0), default=0.0)
 
     def memory_bytes(self, position: int, rows: int) -> int:
-        """Peak memory of one device that computes so many rows at once."""
+        """Peak memory of one device that computes these rows at once."""
         return self.devices[position].memory_bytes(rows)
 
     def usable_memory_bytes(self, position: int) -> int:
-        """What a training process can have there, under the limit."""
+        """Memory that a training process can have on the device, under the limit."""
         own, capped = round(self.devices[position].memory_mib * MIB), self.limit(position).memory_bytes
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """How much of that others hold then."""
+        """Bytes of the usable memory that others hold at this time."""
         taken = sum(each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds))
         left = max(0, round((self.devices[position].memory_mib - taken) * MIB))
         return max(0, self.usable_memory_bytes(position) - left)
 
     def slowed(self, position: int, at_seconds: float) -> float:
-        """The share of its speed that the device holds back then."""
+        """The share of its speed that the device holds back at this time."""
         return max((each.slowed for each in self.events if each.applies_to(position, at_seconds)), default=0.0)
 
     def lost(self, position: int, at_seconds: float) -> bool:
-        """Whether the device is gone then."""
+        """True if the device is gone at this time."""
         return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
 
     def out_of_memory(self, shares: Sequence[int]) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """Linear between points; outside them the line through the two nearest, or level where that line falls."""
+    """The value at `batch`: linear between points; outside them by the two nearest, or level where their line falls."""
     right = min(max(bisect_left(points, batch, key=lambda point: point[0]), 1), len(points) - 1)
     (batch0, y0), (batch1, y1) = points[right - 1], points[right]
     if y1 < y0:

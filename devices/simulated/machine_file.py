@@ -123,7 +123,7 @@ def _convert(table: Any, kind: type[Table], where: str) -> Table:
 
 
 def _explain(message: str, table: Any, where: str) -> str:
-    """What is wrong in msgspec's words, with the table, the key and its value in front."""
+    """The fault in msgspec's words, with the table, the key and its value in front."""
     text, _, path = message.partition(" - at `$")
     seen = table
     for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):

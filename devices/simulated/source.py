@@ -27,7 +27,7 @@ FULL_LINK_BYTES = 9e9  # per second, in both directions, when steps follow each 
 
 
 class SimulatedLoad(msgspec.Struct, frozen=True):
-    """What a simulated device trains, and what follows from it."""
+    """The training on a simulated device, and the readings that follow from it."""
 
     samples_per_second: float
     busy: float  # share of time that the device computes
@@ -61,7 +61,7 @@ class SimulatedSource:
         return self._devices
 
     def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
-        """From now on the device trains so fast, at `share` samples a step; 0 samples/s: it idles."""
+        """Let the device train at this rate from now on, with `share` samples a step; 0 samples/s: it idles."""
         with self._lock:
             self._states[position].load = self._load(position, max(0.0, samples_per_second), share)
 
@@ -78,7 +78,7 @@ class SimulatedSource:
         """Nothing is held."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """A device computes steps a second times seconds a step."""
+        """The load of a device: it is busy for steps per second times seconds per step."""
         physics, busy = self.machine.devices[position], 0.0
         if samples_per_second and share:
             busy = min(1.0, samples_per_second / share * self.machine.device_seconds(position, share, False))

@@ -17,7 +17,7 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """TensorFlow's name of each device of the plan that computes: its GPU, or a logical CPU for each slice."""
     active = plan.layout.active
-    if all(share.device.upper().startswith(("GPU-", "MIG-")) for share in active):
+    if all(share.on_gpu for share in active):
         visible = _visible_gpus()
         return tuple(f"GPU:{_position(share, visible)}" for share in active)
     make_logical_cpus(len(active))

@@ -85,7 +85,7 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
         return torch.device("cuda", 0)  # a launcher that shows each process its own
     if stand.local_rank < len(gpus):
         return torch.device("cuda", stand.local_rank)
-    if share is not None and share.device.startswith("GPU-"):
+    if share is not None and share.on_gpu:
         raise DeviceError(
             f"The plan's GPU {share.name} ({share.device}) is not among the {len(gpus)} that PyTorch sees.",
             "Run evener doctor to see why, or make a plan for what is here.",
