@@ -16,7 +16,7 @@ from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest, check_request
-from evener.devices.busy import busy_notes, full_notes
+from evener.devices.busy import find_others
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover
@@ -80,10 +80,10 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
     _check_installed(framework)
     for device in devices:
         child_environment([device], framework)
-    full = full_notes(devices)
+    full, busy = find_others(devices)
     if len(full) == len(devices):
         raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
-    return (*full, *busy_notes(devices))
+    return (*full, *busy)
 
 
 def _check_engine(engine: str, framework: str, devices: tuple[Device, ...]) -> None:

@@ -50,7 +50,7 @@ class SharingDaemon(Protocol):
 class Backend(Protocol):
     """One kind of devices; a maker's class inherits it and overrides what its devices have.
 
-    A process has one object of each class, made by `devices/registry.py`: importing its module must cost nothing.
+    A process has one object of each class, made by `devices/registry.py`: importing its module starts no driver.
     """
 
     kind: str  # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
@@ -65,7 +65,7 @@ class Backend(Protocol):
     memory_words: tuple[str, ...] = ()  # lower case: an error that says one means that memory ran out
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
-    check_module: str = ""  # `python -m MODULE` exits with 0 if the first visible device computes
+    check_module: str = "evener.devices.cpu.device_check"  # `python -m` exits with 0 if the first visible one computes
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
     metrics_name: str = ""  # before a device's number in metrics; empty: its kind
     settle_seconds: float = 0.05  # from a source's first sample to one with rates

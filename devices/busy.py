@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
@@ -16,28 +16,23 @@ FULL_SHARE, FULL_LEAST_BYTES, FULL_MOST_BYTES = 0.05, 600 << 20, 2 << 30
 SETTLE_SECONDS, SETTLE_READS = 0.4, 3  # a driver takes a while to reclaim the memory of a process that ended
 
 
-def busy_notes(devices: Sequence[Device]) -> tuple[str, ...]:
-    """A sentence for each device that computes now; ask before a session starts its own children."""
-    return tuple(note for device, seen in _read_vitals(devices) if (note := _busy_note(device, seen)))
+def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """A sentence for each device whose memory is held by others, and one for each that computes for them now.
 
-
-def full_notes(devices: Sequence[Device]) -> tuple[str, ...]:
-    """A sentence for each device whose memory is held by others, all but 5 % (at least 600 MiB, at most 2 GiB)."""
-    notes: tuple[str, ...] = ()
+    Memory is held if all but 5 % of it is in use (at least 600 MiB, at most 2 GiB are left). Ask before a session
+    starts its own children.
+    """
+    opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
+    readers = [(device, reader) for device, reader in opened if reader]
     for _ in range(SETTLE_READS):
-        notes = tuple(note for device, seen in _read_vitals(devices) if (note := _full_note(device, seen)))
-        if not notes:
+        seen = [(device, reader.read(True)) for device, reader in readers]
+        full = tuple(filter(None, (_full_note(*each) for each in seen)))
+        if not full:
             break
         time.sleep(SETTLE_SECONDS)
-    return notes
-
-
-def _read_vitals(devices: Sequence[Device]) -> Iterator[tuple[Device, Vitals]]:
-    """A full reading of each device that reports any."""
-    for device in devices:
-        if reader := find_backend(device.kind).open_vitals(device):
-            yield device, reader.read(True)
-            reader.close()
+    for _, reader in readers:
+        reader.close()
+    return full, tuple(filter(None, (_busy_note(*each) for each in seen)))
 
 
 def _busy_note(device: Device, seen: Vitals) -> str:

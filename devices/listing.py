@@ -85,11 +85,6 @@ def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[De
     return tuple(chosen)
 
 
-def names_index(variable: str) -> bool:
-    """True if a variable's text names a device by its number."""
-    return any(_INDEX.fullmatch(text.strip()) for text in variable.split(","))
-
-
 def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
     if _INDEX.fullmatch(pick):
         return [device for device in devices if device.index == int(pick)]

@@ -84,7 +84,7 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
     found = _TERM.fullmatch(body)
     kind = found[1].lower() if found else ""
     if found is None or kind not in ("auto", *BACKENDS):
-        for backend in all_backends():
+        for backend in all_backends() if "-" in body else ():
             if body.lower().startswith(backend.id_prefixes):
                 return Term(backend.kind, body, limit, host=before.host if before else None)
         if before is not None and before.pick:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from evener.cpu_topology import allowed_cpus, core_groups
 from evener.devices.backend import QUIET, Backend, ChildEnvironment
+from evener.devices.cpu.slices import slices
+from evener.devices.cpu.source import CpuSource
 from evener.devices.listing import Discovery
 from evener.devices.types import Device, Source, Term, limited
 from evener.errors import RequestError
@@ -27,12 +29,9 @@ class CpuSlices(Backend):
     own_memory = False
     torch_name = "cpu"
     tensorflow_name = "CPU"
-    check_module = "evener.devices.cpu.device_check"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
         """The slices that the terms name; RequestError if they cut the CPU in two ways."""
-        from evener.devices.cpu.slices import slices
-
         counts = {term.slices for term in terms}
         if len(counts) > 1:
             raise RequestError("One request cuts the CPU in two ways.", "Use the same cpu/N everywhere.")
@@ -47,8 +46,6 @@ class CpuSlices(Backend):
 
     def open_source(self, found: Discovery) -> Source:
         """A source that reads /proc and /sys."""
-        from evener.devices.cpu.source import CpuSource
-
         return CpuSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:

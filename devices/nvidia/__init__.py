@@ -1,3 +1,1 @@
-"""NVIDIA GPUs: what NVML reports, MPS, and other work on a GPU."""
-
-MPS_PROGRAM = "nvidia-cuda-mps-control"
+"""NVIDIA GPUs: the readings that NVML gives, and MPS."""

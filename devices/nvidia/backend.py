@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs as evener asks for them; what needs the driver is imported when it is asked."""
+"""NVIDIA's GPUs as evener asks for them; NVML itself is loaded when it is first asked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import suppress
 import msgspec
 
 from evener.devices.backend import QUIET, Backend, Check, ChildEnvironment, SharingDaemon
-from evener.devices.listing import Discovery, Listing, names_index
-from evener.devices.nvidia import MPS_PROGRAM
+from evener.devices.listing import Discovery, Listing
+from evener.devices.nvidia import mps
+from evener.devices.nvidia.nvml_library import find_handle, list_gpus, load, opened
+from evener.devices.nvidia.source import NvmlSource
+from evener.devices.nvidia.vitals import NvmlVitals
 from evener.devices.types import Device, Source, Term
 from evener.devices.vitals import VitalsReader
 from evener.errors import DeviceError
@@ -38,12 +41,10 @@ class NvidiaGpus(Backend):
     remedy = "Check nvidia-smi and dmesg."
     metrics_name = "nvidia"  # as dcgm-exporter has it
     settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
-    daemon_program = MPS_PROGRAM
+    daemon_program = mps.PROGRAM
 
     def list_devices(self) -> Listing:
         """Every GPU by NVML, MIG instances in place of theirs."""
-        from evener.devices.nvidia.nvml_library import list_gpus
-
         listing = list_gpus()
         if not listing.devices:
             raise DeviceError("The NVIDIA driver lists no GPU that answers.", self.remedy)
@@ -56,9 +57,10 @@ class NvidiaGpus(Backend):
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
-        if all(term.pick for term in terms) or variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        by_bus = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or all(term.pick for term in terms)
+        if by_bus or not any(text.strip().isdecimal() for text in named.split(",")):
             return found
-        if not names_index(named) or len({gpu.name for gpu in self.list_devices().devices}) < 2:
+        if len({gpu.name for gpu in self.list_devices().devices}) < 2:
             return found
         note = (
             f"CUDA_VISIBLE_DEVICES={named} is read in the order of nvidia-smi; other CUDA programs read it so "
@@ -68,8 +70,6 @@ class NvidiaGpus(Backend):
 
     def open_source(self, found: Discovery) -> Source:
         """A source that keeps NVML open."""
-        from evener.devices.nvidia.source import NvmlSource
-
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
@@ -85,21 +85,17 @@ class NvidiaGpus(Backend):
                 limited = ", ".join(device.label for device in devices)
                 raise DeviceError(
                     f"{limited} can't be held to {percent:g} %: no MPS daemon runs.",
-                    f"Start one with {MPS_PROGRAM} -d, or omit the percentage.",
+                    f"Start one with {mps.PROGRAM} -d, or omit the percentage.",
                 )
             variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
         return ChildEnvironment(variables)
 
     def open_vitals(self, device: Device) -> VitalsReader:
         """Throttling, energy, memory and processes by NVML."""
-        from evener.devices.nvidia.vitals import NvmlVitals
-
         return NvmlVitals(device.id)
 
     def bus_address(self, device: Device) -> str:
         """The GPU's address by NVML; empty for a MIG instance, as different users may use those of one GPU."""
-        from evener.devices.nvidia.nvml_library import find_handle, opened
-
         if device.id.startswith("MIG-"):
             return ""
         try:
@@ -112,8 +108,6 @@ class NvidiaGpus(Backend):
 
     def check_driver(self) -> tuple[tuple[Check, ...], int]:
         """The driver's version by NVML, and a package that hides nvidia-ml-py."""
-        from evener.devices.nvidia.nvml_library import load, opened
-
         nvml, name, count = load(), "nvidia driver", 0
         try:
             with opened(nvml):
@@ -132,12 +126,8 @@ class NvidiaGpus(Backend):
 
     def daemon_runs(self) -> bool:
         """True if an MPS control daemon listens where CUDA programs look for one."""
-        from evener.devices.nvidia.mps import runs
-
-        return runs()
+        return mps.runs()
 
     def open_daemon(self) -> SharingDaemon:
         """An MPS daemon in a folder of evener's own."""
-        from evener.devices.nvidia.mps import MpsDaemon
-
-        return MpsDaemon()
+        return mps.MpsDaemon()

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from evener.devices.child_environment import import_path
-from evener.devices.nvidia import MPS_PROGRAM
 from evener.errors import DeviceError
 
+PROGRAM = "nvidia-cuda-mps-control"
 FOLDER = "/tmp/nvidia-mps"  # where NVIDIA's own daemon listens
 PROGRAM_FAMILY = "nvidia-cuda-mps"  # the control program and its servers
 START_SECONDS = 15.0  # for the daemon to listen
@@ -32,14 +32,14 @@ CLOSE_SECONDS = 20.0  # for the guard to have done all of that
 
 def find_program() -> str | None:
     """The path of the control program; None if it isn't installed."""
-    return shutil.which(MPS_PROGRAM)
+    return shutil.which(PROGRAM)
 
 
 def runs() -> bool:
     """True if a control daemon listens where CUDA programs look for one."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or FOLDER)
     with suppress(OSError, ValueError, OverflowError):
-        pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))
+        pid = int((folder / f"{PROGRAM}.pid").read_text().strip("\0 \n"))
         return pid > 0 and psutil.pid_exists(pid)
     return False
 
@@ -72,7 +72,7 @@ class MpsDaemon:
         program = find_program()
         if program is None:
             raise DeviceError(
-                f"There is no MPS daemon to start: {MPS_PROGRAM} is not installed.", "Omit --mps, or install it."
+                f"There is no MPS daemon to start: {PROGRAM} is not installed.", "Omit --mps, or install it."
             )
         guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "evener.devices.nvidia.mps", program],

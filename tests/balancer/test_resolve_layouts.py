@@ -11,7 +11,7 @@ import pytest
 
 from evener.balancer.request import Request
 from evener.balancer.resolve_layouts import resolve_comparison
-from evener.devices.nvidia import MPS_PROGRAM
+from evener.devices.nvidia.mps import PROGRAM
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def test_mps_without_its_program_is_left_out_in_words(request_of_two: Request) -
     wanted = resolve_comparison(request_of_two, mps=True).request.compare
     assert wanted is not None
     assert wanted.pack_modes == ("",)
-    assert any("--mps was left out" in note and MPS_PROGRAM in note for note in wanted.left_out)
+    assert any("--mps was left out" in note and PROGRAM in note for note in wanted.left_out)
 
 
 def test_mps_is_a_mode_of_its_own_where_its_program_is(request_of_two: Request, tmp_path: Path) -> None:
-    (tmp_path / MPS_PROGRAM).write_text("#!/bin/sh\n")
-    (tmp_path / MPS_PROGRAM).chmod(0o755)
+    (tmp_path / PROGRAM).write_text("#!/bin/sh\n")
+    (tmp_path / PROGRAM).chmod(0o755)
     wanted = resolve_comparison(request_of_two, mps=True).request.compare
     assert wanted is not None
     assert wanted.pack_modes == ("", "mps")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evener.devices.busy import busy_notes
+from evener.devices.busy import find_others
 from evener.devices.discover import discover
 
 
 def notes() -> tuple[str, ...]:
     """What is said of all GPUs of the scripted driver."""
-    return busy_notes(discover("gpu", environ={}).devices)
+    return find_others(discover("gpu", environ={}).devices)[1]
 
 
 def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable[..., Any]) -> None:
@@ -46,4 +46,4 @@ def test_a_driver_that_went_away_is_no_error(fake_nvml: Callable[..., Any]) -> N
     nvml = fake_nvml(gpus=1)
     devices = discover("gpu", environ={}).devices
     nvml.unload()
-    assert busy_notes(devices) == ()
+    assert find_others(devices) == ((), ())

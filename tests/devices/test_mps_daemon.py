@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.devices.nvidia import MPS_PROGRAM
-from evener.devices.nvidia.mps import MpsDaemon, find_program
+from evener.devices.nvidia.mps import PROGRAM, MpsDaemon, find_program
 from evener.errors import DeviceError
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
@@ -59,7 +58,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts a program of NVIDIA's name first on the path."""
 
     def put(fails: bool = False, deaf: bool = False) -> None:
-        program = tmp_path / MPS_PROGRAM
+        program = tmp_path / PROGRAM
         program.write_text(SCRIPT.format(python=sys.executable, fails=fails, deaf=deaf))
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -130,7 +129,7 @@ def test_a_daemon_of_somebody_elses_is_not_touched(install: Install, tmp_path: P
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     named = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(theirs)}
-    subprocess.run([MPS_PROGRAM, "-d"], env=named, check=True)
+    subprocess.run([PROGRAM, "-d"], env=named, check=True)
     server = server_of(str(theirs))
     try:
         command = [sys.executable, "-c", HOLDER.replace("time.sleep(600)", "daemon.close()")]
