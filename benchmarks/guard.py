@@ -67,7 +67,7 @@ def _costs(device: Device) -> str:
 def _driver_counters(device: Device) -> str:
     watch = VitalsWatch(NvmlVitals(device.id))
     watch.ask(full=True)
-    seen = watch.answer(10.0)
+    seen = watch.answer(time.monotonic() + 10.0)
     watch.close()
     return (
         f"The driver counts: held back {seen.held_seconds} s, at its power limit {seen.capped_seconds} s, in use"

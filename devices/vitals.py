@@ -54,10 +54,10 @@ class VitalsWatch:
         self._start(self._answer, full)
         return True
 
-    def answer(self, wait_seconds: float) -> Vitals:
-        """The driver's last answer, or the one before it if the last takes longer than the wait."""
+    def answer(self, until: float = 0.0) -> Vitals:
+        """The driver's last answer, or the one before it if that takes longer than `until`, in monotonic seconds."""
         if self._thread is not None:
-            self._thread.join(wait_seconds)
+            self._thread.join(max(0.0, until - time.monotonic()))
         return self._last
 
     @property

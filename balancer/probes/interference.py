@@ -48,7 +48,7 @@ class InterferenceMonitor:
         watches = list(self._find_watches(positions).values())
         until = time.monotonic() + RETURN_SECONDS
         for watch in watches:
-            watch.answer(max(0.0, until - time.monotonic()))
+            watch.answer(until)
         until = time.monotonic() + PATIENCE * self._silent_seconds
         while any(w.pending and w.silent_seconds < self._silent_seconds for w in watches) and time.monotonic() < until:
             if stop.wait(READ_SECONDS):
@@ -84,7 +84,7 @@ class InterferenceMonitor:
         for watch in watches:
             watch.close()
         for watch in watches:
-            watch.answer(max(0.0, until - time.monotonic()))
+            watch.answer(until)
 
     def _own(self, positions: Iterable[int]) -> list[int]:
         """Those that are on this host, each once."""
@@ -104,14 +104,12 @@ class InterferenceMonitor:
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
-        return {
-            i: watch.answer(max(0.0, until - time.monotonic()) if asked[i] else 0.0) for i, watch in watches.items()
-        }
+        return {i: watch.answer(until if asked[i] else 0.0) for i, watch in watches.items()}
 
     def _raise_if_gone(self, positions: Iterable[int]) -> None:
         ranks = {position: rank for rank, position in enumerate(dict.fromkeys(positions))}
         for position, watch in self._find_watches(positions).items():
-            words = watch.answer(0.0).trouble
+            words = watch.answer().trouble
             if watch.silent_seconds >= self._silent_seconds:
                 words = f"The driver has not answered for {watch.silent_seconds:.0f} s."
             if words:

@@ -11,8 +11,9 @@ import pytest
 
 from evener.devices.child_environment import cap_address_space, child_environment
 from evener.devices.nvidia import mps
+from evener.devices.registry import BACKENDS
 from evener.devices.types import Device, Limit
-from evener.errors import DeviceError
+from evener.errors import DeviceError, RequestError
 
 GIB = 1 << 30
 FREE = Limit()
@@ -90,6 +91,21 @@ def test_devices_that_one_process_cannot_hold_are_refused() -> None:
         child_environment([gpu(0), slice_of(0)], "torch")
     with pytest.raises(ValueError, match="child each"):
         child_environment([gpu(0), gpu(1, Limit(percent=60))], "torch")
+
+
+def test_a_child_sees_no_devices_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one on slices nor one on another maker's cards."""
+    monkeypatch.setitem(BACKENDS, "toy", "tests.devices.test_another_maker:ToyCards")
+    for device in (slice_of(0), gpu(0)):
+        assert child_environment([device], "torch").variables["TOY_VISIBLE"] == ""
+    made = child_environment([Device("toy-0001", 1, "Toyland Express", "toy", GIB)], "torch").variables
+    assert (made["TOY_VISIBLE"], made["CUDA_VISIBLE_DEVICES"]) == ("toy-0001", "")
+
+
+def test_a_kind_that_this_evener_does_not_have_is_said_in_words() -> None:
+    """As in a journal of a newer one."""
+    with pytest.raises(RequestError, match="no devices of the kind 'abacus'"):
+        child_environment([Device("abacus-0", 0, "Abacus", "abacus", GIB)], "torch")
 
 
 def test_a_simulated_device_needs_nothing() -> None:

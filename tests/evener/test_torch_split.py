@@ -101,9 +101,10 @@ def test_a_rank_gets_its_plans_device(device: str | None, local_rank: int, gpus:
     assert str(choose_device(share, Stand(local_rank, 2, local_rank), gpus)) == expected
 
 
-def test_a_gpu_that_is_not_here_is_one_sentence() -> None:
-    with pytest.raises(DeviceError, match="GPU-b") as caught:
-        choose_device(Share("GPU-b", 0, "a device", 4, 0.5), Stand(1, 2, 1), {"GPU-a": 0})
+@pytest.mark.parametrize("device", ["GPU-b", "MIG-b"])
+def test_a_gpu_that_is_not_here_is_one_sentence(device: str) -> None:
+    with pytest.raises(DeviceError, match=device) as caught:
+        choose_device(Share(device, 0, "a device", 4, 0.5), Stand(1, 2, 1), {"GPU-a": 0})
     assert caught.value.remedy
 
 
