@@ -18,7 +18,8 @@ from typing import Any
 
 import pynvml
 
-from evener.devices.nvidia.vitals import GpuCounters
+from evener.devices.nvidia.gpu_reader import GpuReader
+from evener.devices.nvidia.nvml_library import describe
 from evener.devices.types import UNSUPPORTED
 
 MONITOR = (sys.executable, "-m", "evener", "monitor", "--json", "-i", "1", "--devices")
@@ -40,7 +41,7 @@ def compare_energy(devices: str, seconds: float) -> list[dict[str, Any]]:
     """For each GPU: joules by the counter, by the monitor's readings and by a probe's."""
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    probes = [GpuCounters(pynvml, handle) for handle in handles]
+    probes = [GpuReader(pynvml, handle, describe(pynvml, handle, i)) for i, handle in enumerate(handles)]
     with tempfile.TemporaryFile("w+") as lines, subprocess.Popen((*MONITOR, devices), stdout=lines) as monitor:
         time.sleep(SETTLE_SECONDS)
         start = time.time()

@@ -65,7 +65,7 @@ def _costs(device: Device) -> str:
 
 
 def _driver_counters(device: Device) -> str:
-    watch = VitalsWatch(NvmlVitals(device.id))
+    watch = VitalsWatch(NvmlVitals(device))
     watch.ask(full=True)
     seen = watch.answer(time.monotonic() + 10.0)
     watch.close()

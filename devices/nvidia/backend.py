@@ -92,7 +92,7 @@ class NvidiaGpus(Backend):
 
     def open_vitals(self, device: Device) -> VitalsReader:
         """Throttling, energy, memory and processes by NVML."""
-        return NvmlVitals(device.id)
+        return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
         """The GPU's address by NVML; empty for a MIG instance, as different users may use those of one GPU."""

@@ -6,6 +6,7 @@ and the clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_valu
 from evener.devices.nvidia.nvml_library import Handle, Library, memory
 from evener.devices.nvidia.processes import GpuProcesses
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from evener.devices.vitals import Vitals
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
@@ -52,13 +54,16 @@ RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     3: "The driver asks to end peer-to-peer work on this GPU.",
     4: "The driver asks to end all work on this GPU and to reset it.",
 }
+HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
+HELD_BITS, CAPPED_BITS = 0x08 | 0x20 | 0x40 | 0x80, 0x04  # of the reasons' mask, for chips without the counters
 SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
 
 
 class GpuReader:
     """One GPU through one handle; made anew when the GPU or the driver has come back.
 
-    `sample` and `processes.read` raise GpuGoneError or DriverGoneError, and nothing else. `parent`: of a MIG instance.
+    The monitor asks for `sample` and a probe for `vitals`; these and `processes.read` raise GpuGoneError or
+    DriverGoneError, and nothing else. `parent`: of a MIG instance.
     """
 
     def __init__(self, nvml: Library, handle: Handle, device: Device, parent: Handle | None = None) -> None:
@@ -74,6 +79,11 @@ class GpuReader:
         self._energy_fields = Fields(nvml, handle, [ENERGY], ENERGY_SECONDS)
         self._counters = {field: Counter(SHORTEST_WINDOW_SECONDS) for field in (*THROTTLING, *_TRAFFIC)}
         self.first_joules: float | None = None  # the energy counter when the sampler started
+        self._probe_fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
+        self._mask, self._mask_at = 0, time.monotonic()
+        self._held = self._capped = 0.0
+        self._joules, self._watts, self._watts_at = 0.0, 0.0, 0.0
+        self._full = Vitals()  # the last full reading
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
@@ -106,6 +116,57 @@ class GpuReader:
             note=RECOVERY.get(int(slow[RECOVERY_ACTION].current or 0), ""),
             **self._traffic(activity, now),
         )
+
+    def vitals(self, full: bool) -> Vitals:
+        """One reading for a probe; GpuGoneError or DriverGoneError if there is nothing left to ask."""
+        now = time.monotonic()
+        counters = dict(self._probe_fields.read(now))
+        energy = counters.pop(ENERGY)
+        held, capped = self._slowed(now, counters)
+        if full:
+            self._full = self._read_full(now)
+        joules, last = self._used_joules(now, energy), self._full
+        return Vitals(now, held, capped, last.used_bytes, last.processes, last.busy_percent, joules)
+
+    def _used_joules(self, now: float, counted: Reading) -> float | None:
+        """Joules by the counter; a chip without one drew the mean of two readings of its power between them."""
+        if counted.state is not State.UNSUPPORTED:
+            return None if counted.current is None else counted.current / 1000
+        watts = self._metrics["power"].read_one(now).current
+        if watts is None:
+            return None
+        if self._watts_at:
+            self._joules += (self._watts + watts) / 2 * (now - self._watts_at)
+        self._watts, self._watts_at = watts, now
+        return self._joules
+
+    def _slowed(self, now: float, found: Mapping[int, Reading]) -> tuple[float | None, float | None]:
+        """Seconds held back and capped by the driver's nanosecond counters, else by the mask at each reading."""
+        counts = {field: reading.current / 1e9 for field, reading in found.items() if reading.current is not None}
+        if counts:
+            held = [counts[field] for field in HELD_FIELDS if field in counts]
+            return (max(held) if held else None), counts.get(POWER_CAP)
+        if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
+            return None, None  # it has the counters, but doesn't answer just now
+        return self._estimate_slowed(now)
+
+    def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
+        """Seconds held back and capped where the mean of two readings' masks counts for the time between."""
+        reasons = self._metrics["reasons"].read_one(now).current
+        if reasons is None:
+            return None, None
+        mask, elapsed = int(reasons), now - self._mask_at
+        self._held += elapsed * (bool(mask & HELD_BITS) + bool(self._mask & HELD_BITS)) / 2
+        self._capped += elapsed * (bool(mask & CAPPED_BITS) + bool(self._mask & CAPPED_BITS)) / 2
+        self._mask, self._mask_at = mask, now
+        return self._held, self._capped
+
+    def _read_full(self, now: float) -> Vitals:
+        """Bytes in use by everybody and by each process that the driver names, and the load."""
+        used, percent = (self._metrics[name].read_one(now).current for name in ("memory_used", "utilization"))
+        sizes = {each.pid: each.memory_bytes.current for each in GpuProcesses(self.nvml, self.handle, False).read(now)}
+        processes = {pid: None if size is None else int(size) for pid, size in sizes.items()}
+        return Vitals(used_bytes=None if used is None else int(used), processes=processes, busy_percent=percent)
 
     def close(self) -> None:
         """Free what the driver keeps for it."""

@@ -18,7 +18,8 @@ from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import choose_winner, compare_turns, samples_per_joule
 from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
-from evener.devices.nvidia.vitals import GpuCounters
+from evener.devices.nvidia.gpu_reader import GpuReader
+from evener.devices.nvidia.nvml_library import describe
 from evener.devices.vitals import Vitals
 from evener.plan import load_plan, to_toml
 from evener.tui.cli.main import run
@@ -121,13 +122,14 @@ def test_a_chip_without_the_counter_is_asked_for_its_power(
         nvml.fail("field 83", pynvml.NVML_ERROR_NOT_SUPPORTED)
     nvml.nvmlInit()
     now = 100.0
-    monkeypatch.setattr("evener.devices.nvidia.vitals.time.monotonic", lambda: now)
-    reader = GpuCounters(nvml, nvml.nvmlDeviceGetHandleByIndex(0))
-    first = reader.read(False).joules
+    monkeypatch.setattr("evener.devices.nvidia.gpu_reader.time.monotonic", lambda: now)
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    reader = GpuReader(nvml, handle, describe(nvml, handle, 0))
+    first = reader.vitals(False).joules
     nvml.gpus[0].power_watts = 500.0
     now += 2.0
     nvml.advance(2.0)
-    last = reader.read(False).joules
+    last = reader.vitals(False).joules
     assert first is not None
     assert last is not None
     assert last - first == pytest.approx(1000.0 if counted else 800.0)  # the mean of 300 and 500 W
