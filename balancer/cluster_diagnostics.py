@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from evener.balancer.diagnostics import IMPORT_SECONDS, check_machine
+from evener.balancer.diagnostics import IMPORT_SECONDS, Check, check_machine
 from evener.balancer.probes.script_copy import digest_script
-from evener.devices.backend import Check
 from evener.devices.cluster.agents import Agent, HostLostError, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
 from evener.devices.cluster.discovery import assign_terms, describe_versions, discover_cluster, explain_versions

@@ -11,12 +11,15 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from evener.devices.backend import Check
+from evener.devices.backend import Backend
 from evener.devices.registry import all_backends
-from evener.errors import EvenerError
+from evener.errors import DeviceError, EvenerError
+
+Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
 _QUERIES = {
@@ -29,17 +32,39 @@ _INSTALL = {
 }
 
 
+class Check(msgspec.Struct, frozen=True):
+    """The result of one check."""
+
+    name: str
+    level: Level
+    found: str  # one line
+    remedy: str = ""
+
+
 def check_machine() -> tuple[Check, ...]:
     """Run every check; never raises. A framework that hangs is reported after two minutes."""
-    drivers = [backend.check_driver() for backend in all_backends()]
+    drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
-        *(check for checks, _ in drivers for check in checks),
+        *(check for check, _ in drivers),
         *_check_frameworks(sum(count for _, count in drivers)),
         *_check_clashes(),
         _check_state_folder(),
         _check_folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
     )
+
+
+def _check_driver(backend: Backend) -> tuple[Check, int]:
+    """The version of a maker's driver, and its number of devices."""
+    name, kind = f"{backend.maker} driver", backend.kind.upper()
+    try:
+        listing = backend.list_devices()
+    except DeviceError as fault:
+        return Check(name, "note", fault.message, f"{fault.remedy} Without a {kind}, CPU slices are used."), 0
+    count = len(listing.devices)
+    if listing.notes:
+        return Check(name, "problem", " ".join(listing.notes), backend.remedy), count
+    return Check(name, "ok", f"{listing.driver}, {count} {kind}{'s' * (count != 1)}"), count
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
@@ -81,9 +106,11 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 def _check_clashes() -> list[Check]:
     """Installed packages that don't work together."""
     checks = []
-    if (version := _version("tensorflow-cpu")) and _version("tensorflow"):
-        remedy = "Keep one of tensorflow and tensorflow-cpu."
-        checks.append(Check("tensorflow-cpu", "note", f"{version}, in addition to tensorflow", remedy))
+    doubles = [pair for backend in all_backends() for pair in backend.double_packages]
+    for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
+        if (version := _version(extra)) and _version(needed):
+            remedy = f"Remove it, and install {needed} again: both provide the same module."
+            checks.append(Check(f"{extra} package", "note", f"{version}, in addition to {needed}", remedy))
     keras = _version("keras")
     if keras and tuple(int(part) for part in keras.split(".")[:2]) < (3, 12):
         checks.append(Check("keras", "problem", f"{keras} with evener's Keras adapter", "Install keras 3.12 or newer."))

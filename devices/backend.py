@@ -6,7 +6,7 @@ docs/architecture.md, "To add a maker of devices", says which file to write and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -16,16 +16,6 @@ from evener.devices.vitals import VitalsReader
 from evener.errors import DeviceError
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}  # for children: frameworks write less
-Level = Literal["ok", "note", "problem"]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """One line of `evener doctor`."""
-
-    name: str
-    level: Level
-    found: str  # one line
-    remedy: str = ""
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
@@ -67,7 +57,7 @@ class Backend(Protocol):
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
     check_module: str = "evener.devices.cpu.device_check"  # `python -m` exits with 0 if the first visible one computes
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
-    metrics_name: str = ""  # before a device's number in metrics; empty: its kind
+    double_packages: tuple[tuple[str, str], ...] = ()  # one that hides another, which evener needs
     settle_seconds: float = 0.05  # from a source's first sample to one with rates
     daemon_program: str = ""  # the program of the sharing daemon; empty: there is none
 
@@ -105,10 +95,6 @@ class Backend(Protocol):
     def bus_address(self, device: Device) -> str:
         """The PCI address as sysfs writes it, like 0000:3b:00.0: its file is locked between users; empty: none is."""
         return ""
-
-    def check_driver(self) -> tuple[tuple[Check, ...], int]:
-        """The lines of `evener doctor` on the driver, and the number of devices that it has."""
-        return (), 0
 
     def daemon_runs(self) -> bool:
         """True if a sharing daemon that evener didn't start runs already."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from evener.devices.listing import Discovery
 from evener.devices.registry import find_backend, find_here, open_here
 from evener.devices.terms import parse_request
-from evener.devices.types import Source, Term
+from evener.devices.types import Source
 from evener.errors import RequestError
 
 
@@ -26,7 +26,9 @@ def discover(
     terms = parse_request(spec)
     variables = (os.environ if environ is None else environ) if only_visible else {}
     if terms[0].host is not None:
-        found = _find_on_cluster(terms, ray_address, only_visible)
+        from evener.devices.cluster.discovery import discover_cluster
+
+        found = discover_cluster(terms, ray_address, only_visible)
     else:
         found = find_here(terms, variables)
     counts = Counter((device.host, device.id) for device in found.devices)
@@ -34,12 +36,6 @@ def discover(
         if counts[device.host, device.id] > 1:
             raise RequestError(f"{device.label} is named twice.", "Name each device once.")
     return found
-
-
-def _find_on_cluster(terms: Sequence[Term], address: str, reserve: bool) -> Discovery:
-    from evener.devices.cluster.discovery import discover_cluster
-
-    return discover_cluster(terms, address, reserve)
 
 
 def open_source(discovery: Discovery) -> Source:

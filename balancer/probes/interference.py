@@ -56,7 +56,7 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        """The vitals that drivers tell now; GroupError if a device is gone, or its driver silent for long."""
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
         return vitals
@@ -87,7 +87,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _own(self, positions: Iterable[int]) -> list[int]:
-        """Those that are on this host, each once."""
+        """The positions whose devices are on this host, each once."""
         return [position for position in dict.fromkeys(positions) if self._devices[position].host == self._host]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
@@ -100,7 +100,7 @@ class InterferenceMonitor:
         return {position: watch for position in own if (watch := self._watches[position])}
 
     def _read(self, positions: Iterable[int], wait_seconds: float, full: bool = False) -> Mapping[int, Vitals]:
-        """All at once; a watch that still hangs since an earlier reading is not waited for again."""
+        """The vitals of all positions at once; a watch that hangs since an earlier reading is not waited for again."""
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
         until = time.monotonic() + wait_seconds
@@ -143,7 +143,7 @@ class InterferenceMonitor:
 
 
 class DriverReader(Protocol):
-    """What tells how GPUs are doing."""
+    """A source of vitals, by a device's position in the request."""
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]: ...
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import msgspec
 
-from evener.devices.backend import QUIET, Backend, Check, ChildEnvironment, SharingDaemon
+from evener.devices.backend import QUIET, Backend, ChildEnvironment, SharingDaemon
 from evener.devices.listing import Discovery, Listing
 from evener.devices.nvidia import mps
-from evener.devices.nvidia.nvml_library import find_handle, list_gpus, load, opened
+from evener.devices.nvidia.nvml_library import find_handle, list_gpus, opened
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.nvidia.vitals import NvmlVitals
 from evener.devices.types import Device, Source, Term
@@ -37,9 +35,9 @@ class NvidiaGpus(Backend):
     )
     torch_name = "cuda"
     tensorflow_name = "GPU"
+    double_packages = (("pynvml", "nvidia-ml-py"),)
     check_module = "evener.devices.nvidia.device_check"
     remedy = "Check nvidia-smi and dmesg."
-    metrics_name = "nvidia"  # as dcgm-exporter has it
     settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
     daemon_program = mps.PROGRAM
 
@@ -105,24 +103,6 @@ class NvidiaGpus(Backend):
             return f"{int(domain, 16):04x}:{rest.lower()}"
         except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case
             return ""
-
-    def check_driver(self) -> tuple[tuple[Check, ...], int]:
-        """The driver's version by NVML, and a package that hides nvidia-ml-py."""
-        nvml, name, count = load(), "nvidia driver", 0
-        try:
-            with opened(nvml):
-                version, count = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlDeviceGetCount()
-            found = Check(name, "ok", f"{version}, {count} GPU{'s' * (count != 1)}")
-        except DeviceError as fault:
-            remedy = "For an NVIDIA GPU, install its driver or give the container access. Without one, CPU slices are"
-            found = Check(name, "note", f"none found ({fault.__context__})", f"{remedy} used.")
-        except nvml.NVMLError as error:
-            found = Check(name, "problem", f"found, but a query failed: {error}", "See nvidia-smi and dmesg.")
-        with suppress(importlib.metadata.PackageNotFoundError):
-            twice = f"{importlib.metadata.version('pynvml')}, in addition to nvidia-ml-py"
-            clash = Check("pynvml package", "note", twice, "Remove it: nvidia-ml-py provides the same module.")
-            return (found, clash), count
-        return (found,), count
 
     def daemon_runs(self) -> bool:
         """True if an MPS control daemon listens where CUDA programs look for one."""

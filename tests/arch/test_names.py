@@ -58,7 +58,7 @@ def place(path: Path, line: int) -> str:
 
 
 def components(name: str) -> set[str]:
-    """`GpuVitals` has gpu and vitals, `_read_all` has read and all."""
+    """`GpuReader` has gpu and reader, `_read_all` has read and all."""
     return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 

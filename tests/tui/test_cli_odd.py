@@ -15,10 +15,9 @@ import pytest
 
 from evener.balancer import manual_run
 from evener.balancer.cluster_diagnostics import merge_checks
-from evener.balancer.diagnostics import check_machine
+from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
-from evener.devices.backend import Check, Level
 from evener.devices.discover import discover
 from evener.tui.cli.main import run
 

@@ -132,7 +132,7 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 def _short(device: Device) -> str:
     """nvidia0, as dcgm-exporter has it; cpu0, sim0."""
-    return f"{find_backend(device.kind).metrics_name or device.kind}{device.index}"
+    return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
 def _name(training: Training, hostname: str) -> Labels:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from evener.balancer.diagnostics import check_machine
-from evener.devices.backend import Check, Level
+from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
 from evener.devices.nvidia.reference_units import over_expected, reference_units
