@@ -77,6 +77,10 @@ class Backend(Protocol):
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """A child's start on these devices alone with "tensorflow", "torch" or "none"; DeviceError if it can't be."""
+        for device in devices:
+            if device.limit.percent:
+                message = f"{device.label} can't be held to {device.limit.percent:g} %: nothing here does that."
+                raise DeviceError(message, "Omit the percentage.")
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:

@@ -102,6 +102,14 @@ def test_a_child_sees_no_devices_of_another_maker(monkeypatch: pytest.MonkeyPatc
     assert (made["TOY_VISIBLE"], made["CUDA_VISIBLE_DEVICES"]) == ("toy-0001", "")
 
 
+def test_a_maker_that_holds_no_percentage_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be measured at full speed otherwise."""
+    monkeypatch.setitem(BACKENDS, "toy", "tests.devices.test_another_maker:ToyCards")
+    limited = Device("toy-0001", 1, "Toyland Express", "toy", GIB, limit=Limit(percent=60))
+    with pytest.raises(DeviceError, match="TOY:1 can't be held to 60 %"):
+        child_environment([limited], "torch")
+
+
 def test_a_kind_that_this_evener_does_not_have_is_said_in_words() -> None:
     """As in a journal of a newer one."""
     with pytest.raises(RequestError, match="no devices of the kind 'abacus'"):
