@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from evener.devices.nvidia.nvml_library import (
     DRIVER_GONE,
     FUNCTION_NOT_FOUND,
+    GONE_WORDS,
     GPU_GONE,
     SUCCESS,
     Handle,
@@ -24,15 +25,17 @@ Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
 class GpuGoneError(Exception):
-    """The GPU fell off the bus or needs a reset; `code` is NVML's."""
+    """The GPU fell off the bus or needs a reset; the text is a sentence."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(GONE_WORDS.get(code, "The driver no longer lists this GPU."))
 
 
 class DriverGoneError(Exception):
-    """The driver was unloaded, or replaced: every handle is void."""
+    """The driver was unloaded, or replaced: every handle is void; the text is a sentence."""
+
+    def __init__(self) -> None:
+        super().__init__("The NVIDIA driver was unloaded or replaced.")
 
 
 def raise_if_gone(code: int) -> None:

@@ -153,9 +153,9 @@ class NvmlSource:
                 sample = slot.reader.sample(now)
                 processes = slot.reader.processes.read(now)
             except GpuGoneError as gone:
-                self._lose(slot, gone.code, now)
-            except DriverGoneError:
-                self._lose_driver(now, "The NVIDIA driver was unloaded or replaced.")
+                self._lose(slot, str(gone), now)
+            except DriverGoneError as gone:
+                self._lose_driver(now, str(gone))
             else:
                 note = sample.note or explain_unreadable(sample)
                 return msgspec.structs.replace(sample, events=slot.events, note=note), processes
@@ -172,9 +172,9 @@ class NvmlSource:
         except nvml.NVMLError as error:
             slot.note = GONE_WORDS.get(error_code(error), slot.note)
 
-    def _lose(self, slot: _Slot, code: int, now: float) -> None:
+    def _lose(self, slot: _Slot, words: str, now: float) -> None:
         _drop(slot)
-        slot.note = GONE_WORDS.get(code, "The driver no longer lists this GPU.")
+        slot.note = words
         slot.retry_at = now + RETRY_GPU_SECONDS
         self._reopen_at = max(self._reopen_at, now + REOPEN_FOR_LOST_SECONDS)
 

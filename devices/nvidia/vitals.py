@@ -29,13 +29,11 @@ class NvmlVitals:
                 self._open = True
                 handle = find_handle(nvml, self._device.id)
                 if handle is None:
-                    raise GpuGoneError(0)
+                    raise GpuGoneError
                 self._reader = GpuReader(nvml, handle, self._device)
             return self._reader.vitals(full)
-        except GpuGoneError as gone:
-            words = GONE_WORDS.get(gone.code, "The driver no longer lists this GPU.")
-        except DriverGoneError:
-            words = "The NVIDIA driver was unloaded or replaced."
+        except (GpuGoneError, DriverGoneError) as gone:
+            words = str(gone)
         except nvml.NVMLError as error:
             words = GONE_WORDS.get(error_code(error)) or driver_fault(error).message
         self.close()
