@@ -56,15 +56,15 @@ def check_machine() -> tuple[Check, ...]:
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
     """The version of a maker's driver, and its number of devices."""
-    name, kind = f"{backend.maker} driver", backend.kind.upper()
+    name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
     except DeviceError as fault:
-        return Check(name, "note", fault.message, f"{fault.remedy} Without a {kind}, CPU slices are used."), 0
+        return Check(name, "note", fault.message, f"{fault.remedy} Without it, CPU slices are used."), 0
     count = len(listing.devices)
     if listing.notes:
         return Check(name, "problem", " ".join(listing.notes), backend.remedy), count
-    return Check(name, "ok", f"{listing.driver}, {count} {kind}{'s' * (count != 1)}"), count
+    return Check(name, "ok", f"{listing.driver}, {count} device{'s' * (count != 1)}"), count
 
 
 def _check_frameworks(gpus: int) -> list[Check]:

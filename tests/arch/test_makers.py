@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from evener.devices.registry import all_backends
+from evener.plan_layout import GPU_IDS
 from tests.arch.test_names import PACKAGES, files, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
@@ -59,6 +61,12 @@ def test_no_maker_is_named_outside_its_folder() -> None:
         for line, word in makers_in(path.read_text())
     ]
     assert hits == []
+
+
+def test_plans_know_the_ids_of_every_makers_gpus() -> None:
+    """A training script, which can't ask a backend, would put a GPU that it doesn't know on the CPU."""
+    prefixes = {prefix for backend in all_backends() if backend.own_memory for prefix in backend.id_prefixes}
+    assert prefixes == {prefix.lower() for prefix in GPU_IDS}
 
 
 def test_a_makers_name_would_be_found() -> None:
