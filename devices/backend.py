@@ -57,7 +57,7 @@ class Backend(Protocol):
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
     check_module: str = "evener.devices.cpu.device_check"  # `python -m` exits with 0 if the first visible one computes
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
-    double_packages: tuple[tuple[str, str], ...] = ()  # one that hides another, which evener needs
+    double_packages: tuple[tuple[str, str], ...] = ()  # (one, another that evener needs) with the same module
     settle_seconds: float = 0.05  # from a source's first sample to one with rates
     daemon_program: str = ""  # the program of the sharing daemon; empty: there is none
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
     def name_in(self, framework: str, number: int) -> str:
         """The name of a child's device with this number in its framework: "cuda:0", "GPU:0"."""
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
-        return f"{words.get(framework, self.kind.upper())}:{number}"
+        return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
         """A reader that a probe asks between its timed blocks; None: nothing is known of such devices."""

@@ -43,7 +43,7 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
-        """How to start a child on these devices; DeviceError if it needs a sharing daemon and none can start."""
+        """A child's start on these devices; DeviceError if it needs a sharing daemon and none can start."""
         environment = child_environment(devices, self._framework)
         variables = {**environment.variables, **self._network}
         if mps:

@@ -145,7 +145,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     recorded = source if isinstance(source, Recording) else None
     if recorded is None:
         source.sample()
-        time.sleep(max(find_backend(each.kind).settle_seconds for each in source.devices()))
+        time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
     elif not loops:
         yield recorded.snapshot(len(recorded) - 1)
         return
