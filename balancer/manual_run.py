@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from evener.balancer.intake.request import Job
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
-from evener.balancer.request import ResolvedRequest
-from evener.balancer.resolve import make_prober
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import (
     Failed,
@@ -95,7 +95,7 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def timed_runs(
-    resolved: ResolvedRequest, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
+    resolved: Job, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
 ) -> Iterator[Iterator[TimedRun]]:
     """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.request import allows_passes
+from evener.balancer.intake.request import allows_passes
 from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
 from evener.balancer.result.number_format import join_words, write_share
+from evener.balancer.result.outcome import RunEnd
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store.journal import Header
+from evener.balancer.store.journal import Header, Record
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
@@ -20,33 +21,27 @@ IMPORTING = "Importing had not ended"
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
-def explain_no_plan(
-    header: Header,
-    seen: Sequence[Observation],
-    belief: Belief,
-    why_stopped: str,
-    interrupted: bool,
-    unfinished: Sequence[str] = (),
-) -> NoLayoutError | DeviceError:
-    """The fault, by what was seen, what the search believes of the devices, why it ended, and what was `unfinished`."""
+def explain_no_plan(record: Record, belief: Belief, ending: RunEnd) -> NoLayoutError | DeviceError:
+    """The fault of a run without a plan, by what was seen, what the search believes of the devices, and its ending."""
+    header, seen, unfinished = record.header, record.observations, ending.unfinished
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     too_large = ran and sum(largest) < (header.request.global_batch or 0)
     if too_large and not allows_passes(header.request, header.framework):
         return NoLayoutError(*_too_large(header, largest, seen))
-    late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
+    late = ending.why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
     failed = "" if too_large and late else list_failures(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         return DeviceError(f"No device could be measured: {failed}.", "Look at nvidia-smi and dmesg.")
     if failed:
         return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
     what = "a layout of the global batch" if ran else "anything"
-    if interrupted:
+    if ending.interrupted:
         message = " ".join([f"The search was stopped before {what} was measured.", *unfinished])
         return NoLayoutError(message, f"Go on with evener balance --resume {header.run}.")
     budget = header.request.budget_seconds
     if budget is None or not late:
-        return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
+        return NoLayoutError(f"No layout could be measured: {ending.why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
     slow = all(sentence.startswith(IMPORTING) for sentence in unfinished)
     if not slow and ":" in header.workload:

@@ -19,7 +19,7 @@ from evener.balancer.result.rivals import Rival, compare, find_larger, list_riva
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
-from evener.balancer.store.journal import Header
+from evener.balancer.store.journal import Header, Record
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
@@ -50,19 +50,19 @@ class Outcome(msgspec.Struct, frozen=True):
     verdict: str
 
 
-def build_outcome(
-    header: Header,
-    search: Search,
-    seen: Sequence[Observation],
-    facts: Facts,
-    why_stopped: str,
-    seconds: float,
-    unfinished: Sequence[str] = (),
-) -> Outcome | None:
-    """The plan that a search has come to after `seconds` of its clock; None if nothing was measured.
+class RunEnd(msgspec.Struct, frozen=True):
+    """Why a run ended, after how many seconds of its clock, and what had not ended when the time was over."""
 
-    `unfinished` are sentences on what had not ended when the time was over.
-    """
+    why_stopped: str
+    seconds: float
+    interrupted: bool = False  # by the user
+    unfinished: tuple[str, ...] = ()
+
+
+def build_outcome(record: Record, search: Search, ending: RunEnd) -> Outcome | None:
+    """The plan that the search of a run has come to; None if nothing was measured."""
+    header, seen, facts = record.header, record.observations, record.facts
+    why_stopped, seconds = ending.why_stopped, ending.seconds
     chosen = search.best()
     if chosen is None:
         return None
@@ -82,7 +82,7 @@ def build_outcome(
         *explain_failures(search, labels),
         *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
         *explain_retreats(search, labels),
-        *unfinished,
+        *(() if ending.interrupted else ending.unfinished),
         *measurements.explain_doubts(doubts, devices),
         *measurements.explain_taken_memory(seen, devices),
         *measurements.explain_left_out(seen, devices, chosen.layout),

@@ -58,7 +58,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return self.workload + " (simulated)" * any(label.startswith("SIM:") for label in self.devices)
 
 
-class Run(msgspec.Struct, frozen=True):
+class StoredRun(msgspec.Struct, frozen=True):
     """A run according to its journal; one that was cut off has the plan that its measurements give, if any."""
 
     header: Header
@@ -143,7 +143,7 @@ def list_runs() -> tuple[RunSummary, ...]:
     return tuple(_summarize(run) for run in reversed(_list_ids()))
 
 
-def load_run(name: str) -> Run:
+def load_run(name: str) -> StoredRun:
     """What a run measured and the plan that came of it; RequestError if it can't be read."""
     path = journal_path(find(name))
     record = journal.read(path)
@@ -153,7 +153,7 @@ def load_run(name: str) -> Run:
     plan, verdict = _find_plan(record, str(path))
     interrupted = ended is None or ended.interrupted
     seconds, note = replay.read_clock(record), read_note(path.parent)
-    return Run(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
+    return StoredRun(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
 
 
 def _find_plan(record: Record, source: str) -> tuple[Plan | None, str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.errors import RequestError
 from evener.tui.cli.options import SEARCH, TRAINING, spread_lists
 from evener.tui.text.formatting import duration, plain, rate, size

@@ -10,9 +10,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve import resolve_request
 from evener.balancer.result.explain_measurements import explain_doubts
 from evener.balancer.types import Layout, Power
 from evener.devices.types import Device
@@ -67,7 +67,7 @@ def probe(
     length = _parse_length(seconds, steps)
     check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
-    resolved = resolve_request(msgspec.structs.replace(request, devices=spec))
+    resolved = take_in(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
     finished: list[TimedRun] = []
     stop = threading.Event()
@@ -121,7 +121,7 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 
 
-def _announce(resolved: ResolvedRequest, repeat: int, length: RunLength) -> None:
+def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
     _print_notes((*resolved.notes, f"{runs}, besides warm-up"))

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from evener.balancer.store import runs as store
-from evener.balancer.store.runs import Run, RunSummary, State
+from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trainings import TrainingRecord
 from evener.errors import RequestError
 from evener.tui.cli.options import JsonOption, RunName
@@ -149,7 +149,7 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
     }
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: StoredRun) -> dict[str, Any]:
     header = msgspec.to_builtins(run.header)
     return {
         "run": run.header.run,

@@ -1,4 +1,4 @@
-"""What a user asks for, and what that means on this machine."""
+"""What a user asks for, and the job that it means on this machine."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Request(msgspec.Struct, frozen=True):
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 
-class ResolvedRequest(msgspec.Struct, frozen=True):
-    """A request with the devices, workload and framework that it means here."""
+class Job(msgspec.Struct, frozen=True):
+    """A request that was checked, with the devices, the workload and the framework that it means here."""
 
     request: Request
     devices: tuple[Device, ...]
