@@ -14,7 +14,8 @@ from evener.balancer.intake.request import Job
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober, Report
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.explain_failure import explain_unfinished
+from evener.balancer.result.explain_failure import find_unfinished
+from evener.balancer.result.words import say_all
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
@@ -121,7 +122,7 @@ def _step(resolved: Job, prober: Prober, problem: Problem, report: Report, stop:
     finally:
         alarm.cancel()
     if over.is_set() and not timed:
-        words = explain_unfinished(resolved.workload, resolved.devices, tuple(running.values()))
+        words = say_all(find_unfinished(resolved.workload, resolved.devices, tuple(running.values())))
         raise NoLayoutError(" ".join(words) or f"No step ended within {budget:g} s.", "Give a longer --budget.")
     if not timed and not stop.is_set():
         raise NoLayoutError(f"Not even one sample fits on {resolved.devices[0].label}.", "Free some of its memory.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from evener.balancer.result.words import Said
 from evener.balancer.types import Belief, Observation, Probe, Result
 from evener.plan import Plan
 
@@ -64,6 +65,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     verdict: str  # one sentence: what to do and why
     interrupted: bool
     at_seconds: float
+    findings: Said = Said()  # the same as data; empty where a journal is shown
 
 
 Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished

@@ -10,7 +10,7 @@ from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, Pr
 from evener.balancer.intake.request import EFFICIENCY, Job, Request
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
+from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished
 from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
@@ -217,12 +217,12 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
         running = tuple(one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted)
-        unfinished = explain_unfinished(self._header.workload, self._header.devices, running)
+        unfinished = find_unfinished(self._header.workload, self._header.devices, running)
         run, at = self._run, self._prober.now()
-        ending = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
-        found = build_outcome(run.record, self._search, ending)
+        end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
+        found = build_outcome(run.record, self._search, end)
         if found is None:
-            fault = explain_no_plan(run.record, self._search.belief(), ending)
+            fault = explain_no_plan(run.record, self._search.belief(), end)
             if not self._interrupted:
                 run.write(FailedEntry(fault.message, at))
             raise fault
@@ -231,7 +231,7 @@ class Session(EventThread):
         ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, run.raised_budget)
         if ended != run.record.ended:
             run.write(ended)
-        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
+        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at, found.findings)
 
     def _seconds(self) -> float:
         """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""

@@ -40,7 +40,11 @@ def printed_gain(own: float, other: float) -> float:
     return first / second - 1
 
 
+def is_rough(*figures: Interval) -> bool:
+    """Whether a gain of one figure over another is known in whole percents alone."""
+    return any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
+
+
 def write_gain(gain: float, *figures: Interval) -> str:
-    """In percent, whole ones where a figure is rough: 36.4 %, 36 %."""
-    rough = any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
-    return percent(gain, 0 if rough and gain >= 0.005 else 1)
+    """The gain in percent, whole ones where a figure is rough: 36.4 %, 36 %."""
+    return percent(gain, 0 if is_rough(*figures) and gain >= 0.005 else 1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 import pytest
 
-from evener.balancer.result.explain import Costs, explain, waiting_share
 from evener.balancer.result.layout_names import name_all, name_candidate
 from evener.balancer.result.rivals import Rival, find_larger, list_rivals
+from evener.balancer.result.verdict import Costs, find_verdict, waiting_share
+from evener.balancer.result.words import write_verdict
 from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
 from evener.balancer.search.ranking import Standing
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo
@@ -20,6 +22,11 @@ EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
 SPLIT = Candidate("split", Layout("split", (150, 106)))
 PACK = Candidate("pack", pack_on(SOLO.layout, 5))
 PLACE = Candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
+
+
+def explain(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs | None = None) -> str:
+    """The sentence of the verdict."""
+    return write_verdict(find_verdict(chosen, rivals, labels, costs))
 
 
 def result(one: Candidate, rate: float, error: float = 0.005) -> Result:

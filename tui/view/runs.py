@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.result.number_format import rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
-from evener.tui.text.formatting import duration, note_words, rate
+from evener.tui.text.formatting import duration, note_words
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks

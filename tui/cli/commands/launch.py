@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from evener.balancer.result.number_format import write_share
 from evener.errors import RequestError
 from evener.tui.cli.options import RayAddressOption
 from evener.tui.launch.job import HostJob, make_job
-from evener.tui.text.formatting import duration, plain, write_share
+from evener.tui.text.formatting import duration, plain
 from evener.tui.text.launch_line import write_line
 from evener.tui.text.parsing import parse_duration
 
