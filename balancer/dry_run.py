@@ -1,4 +1,4 @@
-"""What a search has ahead of it, from one build and the steps of two small batches on one device; nothing is kept."""
+"""An outlook on a search from one build and the steps of two small batches on one device; nothing is kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNKNOWN_MIB = 1e6
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):
-    """What a device has, and the most rows that should fit it at once; None: unknown."""
+    """A device's memory, and the most rows that should fit it at once; None: unknown."""
 
     label: str
     name: str
@@ -43,7 +43,7 @@ class DeviceOutlook(msgspec.Struct, frozen=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What a dry run found; `steps` are (batch, seconds) on the first device."""
+    """The findings of a dry run; `steps` are (batch, seconds) on the first device."""
 
     workload: str
     framework: str
@@ -71,7 +71,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
 
 
 def _keep_first(resolved: Job) -> Job:
-    """The same on the first device."""
+    """The job on its first device alone."""
     machine = resolved.machine
     if machine is not None:
         machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
@@ -79,7 +79,7 @@ def _keep_first(resolved: Job) -> Job:
 
 
 def _for_one_device(problem: Problem) -> Problem:
-    """Of a fixed batch, what an even split gives it."""
+    """The problem of one device, with an even split's part of a fixed batch."""
     fixed = problem.global_batch
     return msgspec.structs.replace(
         problem,

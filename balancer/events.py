@@ -1,4 +1,4 @@
-"""What a session reports while it runs, for a terminal, a screen or a viewer of journals to draw."""
+"""The events of a session, for a terminal, a screen or a viewer of journals to draw."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """How a running measurement is doing, at least once a second. A later report replaces it."""
+    """The progress of a running measurement, at least once a second. A later report replaces it."""
 
     probe: Probe
     phase: str  # starting | building | warming up | measuring; stopped while building: importing | loading | preparing

@@ -1,4 +1,4 @@
-"""What a framework's profiler says of each layout: the transfers between devices, and the time they take."""
+"""The profile of each layout by its framework: the transfers between devices, and the time they take."""
 
 from __future__ import annotations
 

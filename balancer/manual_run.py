@@ -38,7 +38,7 @@ ALONE_SECONDS = 3.0  # of each device by itself
 
 
 class RunLength(msgspec.Struct, frozen=True):
-    """How long each run lasts without warm-up: seconds, or that many optimizer steps if not 0."""
+    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't 0."""
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0

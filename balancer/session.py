@@ -62,7 +62,7 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """What decided on the probes; read it once the session has ended."""
+        """The search that decided on the probes; read it once the session has ended."""
         return self._search
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a request fits the devices and the framework that were found for it."""
+"""Checks of a request against the devices and the framework that were found for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layouts a comparison can measure on this machine, and why not the others."""
+"""The layouts that a comparison can measure on this machine, and why not the others."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from evener.balancer.types import Problem
 
 
 def make_problem(asked: Job | Header, spend_all: bool = False) -> Problem:
-    """What the search is asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
+    """The problem of a job or a journal; with `spend_all`, to measure the best layouts until the budget is spent."""
     request, devices = asked.request, asked.devices
     hosts = _number(device.host for device in devices)
     return Problem(

@@ -1,4 +1,4 @@
-"""What each layout is called in sentences, tables and a plan's evidence."""
+"""The name of each layout in sentences, tables and a plan's evidence."""
 
 from __future__ import annotations
 

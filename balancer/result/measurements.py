@@ -1,4 +1,4 @@
-"""What is found of the measurements behind a plan: doubts, memory that others hold, devices that were left out."""
+"""Findings about the measurements behind a plan: doubts, memory that others hold, devices that were left out."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def describe_doubts(
 
 
 def find_weakness(doubts: Iterable[Warned]) -> list[Finding]:
-    """What most weakens a verdict; noise is in its intervals already."""
+    """The doubt that most weakens a verdict; noise is in its intervals already."""
     codes = {doubt.code for doubt in doubts}
     return [Finding("doubt.verdict", {"doubt": code}) for code in DOUBTS if code in codes][:1]
 
 
 def find_remedy(doubts: Iterable[Warned], run: str) -> Finding:
-    """What makes samples/s that aren't known uncertain, and the line that measures on."""
+    """The line that measures on where samples/s aren't known, and why they aren't."""
     codes = {doubt.code for doubt in doubts}
     return Finding("remedy.measure_on", {"doubt": next((code for code in UNCERTAIN if code in codes), ""), "run": run})
 

@@ -1,4 +1,4 @@
-"""What a search ends with: the plan, its evidence and its verdict, from what was measured and nothing else."""
+"""The outcome of a run: the plan, its evidence and its verdict, from its record and its search."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunEnd(msgspec.Struct, frozen=True):
 
     @property
     def late(self) -> bool:
-        """Whether the budget ended it."""
+        """True if the budget ended the run."""
         return self.why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
 
 
@@ -164,7 +164,7 @@ def find_failures(search: Search, devices: int) -> Iterator[Finding]:
 
 
 def find_efficiency(search: Search, own: Throughput, evidence: Sequence[Evidence]) -> Iterator[Finding]:
-    """What the chosen layout does with its energy, where that decided."""
+    """The samples per joule of the chosen layout, where they decided."""
     slowdown = search.problem.max_slowdown
     if slowdown is None or not own.samples_per_joule:
         return

@@ -24,14 +24,14 @@ COVERS = 0.8  # of a loss: what is named as its cause
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """What takes a split's time, where it is measured."""
+    """The causes of a split's time, where they are measured."""
 
     sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
     apart_seconds: Callable[[Layout], float | None] = lambda _: None  # the longest that a device takes for its share
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """What a row has on average, 0 where rows have no lengths; and the part of the computed tokens that is padding.
+    """The tokens of a mean row, 0 where rows have no lengths; and the part of the computed tokens that is padding.
 
     `gap` is by how much the devices' own work of a step differs, as a part of the longest; None where that is unknown.
     """
@@ -48,7 +48,7 @@ def find_verdict(
     costs: Costs | None = None,
     tokens: Tokens = Tokens(),  # noqa: B008 - frozen
 ) -> list[Finding]:
-    """What to do and why, with the figures; `labels` are the devices' short names."""
+    """The parts of the verdict: what to do and why, with the figures; `labels` are the devices' short names."""
     advice = _advise(chosen, labels, tokens)
     if not is_certain(chosen.throughput):
         return [advice, Finding("unknown.figure", {"error": _error(chosen.throughput)})]

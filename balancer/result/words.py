@@ -1,4 +1,4 @@
-"""What is found of a result, as a code with values, and the one table that makes sentences of them.
+"""Findings of a result as codes with values, and the one table that makes sentences of them.
 
 A template names a value and how it is written: `{loss:loss}` is 9 %, or nothing where a format says so, as `{batch:at}`
 does for a layout with as many samples as the chosen one.

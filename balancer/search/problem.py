@@ -1,4 +1,4 @@
-"""Whether devices can solve a problem at all; what a request says of itself alone was checked before."""
+"""Checks of a problem against its devices; a request's own numbers were checked before."""
 
 from __future__ import annotations
 

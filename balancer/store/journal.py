@@ -102,7 +102,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """What came of every probe, in that order."""
+        """Every observation without its time, in the order in which it was made."""
         return tuple(entry.seen for entry in self.seen)
 
     @property
