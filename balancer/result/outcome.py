@@ -14,7 +14,7 @@ from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_shares, name_candidate
 from evener.balancer.result.number_format import relative_error
 from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
-from evener.balancer.result.verdict import Costs, Tokens, cost_ratios, find_left_out_hosts, find_verdict, work_gap
+from evener.balancer.result.verdict import cost_ratios, find_verdict
 from evener.balancer.result.words import Finding, Said, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
@@ -88,12 +88,15 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
 
     evidence = _write_evidence(chosen, rivals, search, devices, write)
     throughput = _write_throughput(figure, chosen.layout, search)
+    known = is_certain(figure)
+    taken = sorted(measurements.find_taken_bytes(record.observations))
     verdict = (
         *measurements.find_few_steps(chosen.layout, facts.rows),
         *find_short_budget(search, record.observations, end),
-        *_find_verdict(record, search, chosen, rivals, doubts),
-        *(find_efficiency(search, throughput, evidence) if is_certain(figure) else ()),
-        *_find_weaknesses(record, chosen, doubts),
+        *find_verdict(search, chosen, rivals, devices),
+        *(find_efficiency(search, throughput, evidence) if known else [measurements.find_remedy(doubts, header.run)]),
+        *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
+        *(measurements.find_weakness(doubts) if known else ()),
     )
     warnings = _find_warnings(record, search, end, chosen, doubts)
     plan = Plan(
@@ -110,26 +113,6 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         warnings=say_all(warnings),
     )
     return Outcome(plan, write_verdict(verdict), Said(verdict, warnings, end.code))
-
-
-def _find_verdict(
-    record: Record, search: Search, chosen: Result, rivals: Sequence[Rival], doubts: Sequence[Warned]
-) -> list[Finding]:
-    """What to do and why; or that too little is known, and how to measure on."""
-    devices = record.header.devices
-    tokens = Tokens(search.mean_length, search.padding(chosen.layout), work_gap(search.turns(chosen.layout)))
-    costs = Costs(search.sync_seconds(), search.apart_seconds)
-    found = find_verdict(chosen, rivals, [device.label for device in devices], costs, tokens)
-    if not is_certain(chosen.throughput):
-        return [*found, measurements.find_remedy(doubts, record.header.run)]
-    return [*found, *find_left_out_hosts(chosen, search.results(), devices, search.network_seconds)]
-
-
-def _find_weaknesses(record: Record, chosen: Result, doubts: Sequence[Warned]) -> list[Finding]:
-    """What bounds the verdict: memory that others hold, and the worst doubt of its figures."""
-    taken = [record.header.devices[i].label for i in sorted(measurements.find_taken_bytes(record.observations))]
-    found = [Finding("taken.verdict", {"devices": taken})] if taken else []
-    return [*found, *(measurements.find_weakness(doubts) if is_certain(chosen.throughput) else ())]
 
 
 def _find_warnings(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +14,7 @@ from evener.balancer.result.number_format import relative_error
 from evener.balancer.result.rivals import Rival, find_larger, name_rivals
 from evener.balancer.result.words import Finding
 from evener.balancer.search.layouts import is_even
+from evener.balancer.search.search import Search
 from evener.balancer.types import Interval, Layout, Result, Timed
 from evener.costs import Cost
 from evener.devices.types import Device
@@ -23,45 +24,23 @@ USUAL_ROWS = 8  # of a pass
 COVERS = 0.8  # of a loss: what is named as its cause
 
 
-class Costs(msgspec.Struct, frozen=True):
-    """The causes of a split's time, where they are measured."""
-
-    sync_seconds: float | None = None  # the exposed cost of keeping replicas in step
-    apart_seconds: Callable[[Layout], float | None] = lambda _: None  # the longest that a device takes for its share
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """The tokens of a mean row, 0 where rows have no lengths; and the part of the computed tokens that is padding.
-
-    `gap` is by how much the devices' own work of a step differs, as a part of the longest; None where that is unknown.
-    """
-
-    of_row: float = 0.0
-    padding: float = 0.0
-    gap: float | None = None
-
-
-def find_verdict(
-    chosen: Result,
-    rivals: Sequence[Rival],
-    labels: Sequence[str],
-    costs: Costs | None = None,
-    tokens: Tokens = Tokens(),  # noqa: B008 - frozen
-) -> list[Finding]:
-    """The parts of the verdict: what to do and why, with the figures; `labels` are the devices' short names."""
-    advice = _advise(chosen, labels, tokens)
+def find_verdict(search: Search, chosen: Result, rivals: Sequence[Rival], devices: Sequence[Device]) -> list[Finding]:
+    """The parts of the verdict: what to do and why, with the figures."""
+    labels = [device.label for device in devices]
+    advice = _advise(chosen, labels, search.mean_length)
     if not is_certain(chosen.throughput):
         return [advice, Finding("unknown.figure", {"error": _error(chosen.throughput)})]
     compared = [one for one in rivals if one.compared]
     return [
         advice,
-        _describe_figure(chosen, tokens),
+        _describe_figure(search, chosen),
         *_find_gains(chosen, compared, labels),
-        *_find_split_losses(chosen, rivals, labels, costs or Costs()),
+        *_find_split_losses(search, chosen, rivals, labels),
         *_find_other_losses(chosen, compared),
         *_find_larger(chosen, compared),
         *_find_knobs(chosen, compared),
         *_find_ties(chosen, rivals, len(labels)),
+        *_find_left_out_hosts(search, chosen, devices),
     ]
 
 
@@ -94,7 +73,7 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
-def _advise(chosen: Result, labels: Sequence[str], tokens: Tokens) -> Finding:
+def _advise(chosen: Result, labels: Sequence[str], row_tokens: float) -> Finding:
     """The layout to take."""
     layout = chosen.layout
     code: str = layout.kind
@@ -105,7 +84,7 @@ def _advise(chosen: Result, labels: Sequence[str], tokens: Tokens) -> Finding:
         "knobs": list(layout.knobs),
     }
     if layout.costs:
-        code, values["ratios"] = "cost", [ratio for ratio in cost_ratios(layout.costs, tokens.of_row) if ratio]
+        code, values["ratios"] = "cost", [ratio for ratio in cost_ratios(layout.costs, row_tokens) if ratio]
     elif code == "split" and is_even(layout):
         code = "even"
     elif code == "split":
@@ -118,13 +97,14 @@ def _advise(chosen: Result, labels: Sequence[str], tokens: Tokens) -> Finding:
     return Finding(f"advice.{code}", values | more.get(code, {}))
 
 
-def _describe_figure(chosen: Result, tokens: Tokens) -> Finding:
+def _describe_figure(search: Search, chosen: Result) -> Finding:
     """Samples/s, or tokens/s with what belongs to them."""
-    figure = {"samples_per_second": chosen.throughput.value, "error": _error(chosen.throughput)}
-    if not tokens.of_row:
+    layout, speed = chosen.layout, chosen.throughput.value
+    figure = {"samples_per_second": speed, "error": _error(chosen.throughput)}
+    if not search.mean_length:
         return Finding("figure.samples", figure)
-    gap = tokens.gap if len(chosen.layout.active) > 1 else None
-    more = {"tokens_per_second": chosen.throughput.value * tokens.of_row, "padding": tokens.padding, "gap": gap}
+    gap = work_gap(search.turns(layout)) if len(layout.active) > 1 else None
+    more = {"tokens_per_second": speed * search.mean_length, "padding": search.padding(layout), "gap": gap}
     return Finding("figure.tokens", figure | more)
 
 
@@ -172,7 +152,7 @@ def _lose_or_win(group: str, chosen: Result, rival: Rival, **values: Any) -> Fin
 
 
 def _find_split_losses(
-    chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs
+    search: Search, chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
 ) -> Iterator[Finding]:
     """What the best split loses and why, if another layout is chosen; or why nothing is said of it."""
     if chosen.layout.kind == "split" or len(labels) < 2:
@@ -187,7 +167,7 @@ def _find_split_losses(
             return
         said = _lose_or_win("split", chosen, split, **values)
         yield said
-        if said.code == "split.loses" and (cause := _find_cause(chosen, split, costs)):
+        if said.code == "split.loses" and (cause := _find_cause(search, chosen, split)):
             yield cause
     elif any(not is_certain(one.throughput) for one in splits):
         yield Finding("split.unknown")
@@ -195,13 +175,13 @@ def _find_split_losses(
         yield Finding("split.unmeasured", {"batch": chosen.layout.global_batch if splits else None})
 
 
-def _find_cause(chosen: Result, rival: Rival, costs: Costs) -> Finding | None:
+def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
     """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
     split = rival.candidate.layout
-    apart = costs.apart_seconds(split)
-    if chosen.layout.kind != "solo" or (apart is None and costs.sync_seconds is None):
+    apart, known = search.apart_seconds(split), search.sync_seconds()
+    if chosen.layout.kind != "solo" or (apart is None and known is None):
         return None
-    batch, sync, share = split.global_batch, costs.sync_seconds or 0.0, max(split.shares)
+    batch, sync, share = split.global_batch, known or 0.0, max(split.shares)
     took, whole = (batch / one.throughput.value for one in (rival, chosen))
     kept = (apart or 0.0) - whole * share / batch
     if kept > sync and kept >= COVERS * (took - whole):
@@ -254,24 +234,19 @@ def _find_ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> Iterato
             yield Finding(code, {"layouts": found})
 
 
-def find_left_out_hosts(
-    chosen: Result, results: Sequence[Result], devices: Sequence[Device], network_seconds: Callable[[int], float]
-) -> Iterator[Finding]:
-    """The hosts that a chosen split leaves out and why, where a split over more of them was measured as slower.
-
-    `network_seconds` is what exchange between that number of hosts takes of a step.
-    """
+def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Device]) -> Iterator[Finding]:
+    """The hosts that a chosen split leaves out and why, where a split over more of them was measured as slower."""
 
     def list_hosts(layout: Layout) -> list[str]:
         return list(dict.fromkeys(devices[i].host for i in layout.active))
 
     own = list_hosts(chosen.layout)
-    wider = [one for one in results if len(list_hosts(one.layout)) > len(own)]
+    wider = [one for one in search.results() if len(list_hosts(one.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
     if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return
     there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
-    seconds, loss = network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
+    seconds, loss = search.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
     values = {
         "hosts": [host for host in there if host not in own],
         "most": len(there),
