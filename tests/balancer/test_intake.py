@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import Header
 from evener.errors import RequestError
 
+ROOT = Path(__file__).parents[2]
 PAIR = Request("sim:gtx1080ti,gtx1080")
 
 
@@ -68,3 +71,14 @@ def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> No
     run.close()
     record = journal.read(runs.journal_path(run.record.header.run))
     assert make_problem(record.header) == make_problem(job) == run.make_search().problem
+
+
+def test_problems_and_searches_are_made_in_one_place() -> None:
+    """A problem where the request comes in; a search in the replay of a record, and for the steps of a dry run."""
+    made: dict[str, set[str]] = {"Problem": set(), "Search": set()}
+    for path in (path for folder in ("balancer", "tui") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
+                made[node.func.id].add(path.relative_to(ROOT).as_posix())
+    assert made["Problem"] == {"balancer/intake/problem.py"}
+    assert made["Search"] == {"balancer/store/replay.py", "balancer/dry_run.py"}
