@@ -1,4 +1,4 @@
-"""What a search has ahead of it, from one build and the steps of two small batches on one device; nothing is kept."""
+"""An outlook on a search from one build and the steps of two small batches on one device; nothing is kept."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import closing
 import msgspec
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.intake.problem import make_problem
+from evener.balancer.intake.request import Job
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober, Report
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve import make_prober, resolve_request
-from evener.balancer.result.explain_failure import explain_unfinished
+from evener.balancer.result.explain_failure import find_unfinished
+from evener.balancer.result.words import say_all
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.session_start import describe_run
 from evener.balancer.store.locks import lock_devices
-from evener.balancer.store.replay import make_problem
 from evener.balancer.types import Failed, Probe, Problem, Timed
 from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice
 from evener.errors import NoLayoutError
@@ -34,7 +34,7 @@ UNKNOWN_MIB = 1e6
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):
-    """What a device has, and the most rows that should fit it at once; None: unknown."""
+    """A device's memory, and the most rows that should fit it at once; None: unknown."""
 
     label: str
     name: str
@@ -43,7 +43,7 @@ class DeviceOutlook(msgspec.Struct, frozen=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What a dry run found; `steps` are (batch, seconds) on the first device."""
+    """The findings of a dry run; `steps` are (batch, seconds) on the first device."""
 
     workload: str
     framework: str
@@ -56,23 +56,22 @@ class Outlook(msgspec.Struct, frozen=True):
     simulated: bool = False  # the workload itself was not run
 
 
-def dry_run(request: Request, report: Report, stop: threading.Event) -> Outlook | None:
+def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
     """Build on the first device, step two batches, and say what a search would do; None once `stop` is set.
 
     NoLayoutError if the workload fails, or doesn't step within the budget.
     """
-    resolved = resolve_request(request)
-    problem = make_problem(describe_run("", resolved))
+    problem = make_problem(resolved)
     with (
-        lock_devices("", [] if request.share else resolved.devices[:1]),
+        lock_devices("", [] if resolved.request.share else resolved.devices[:1]),
         closing(make_prober(_keep_first(resolved), error_file=new_error_file())) as prober,
     ):
         timed = _step(resolved, prober, _for_one_device(problem), report, stop)
     return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, problem, timed)
 
 
-def _keep_first(resolved: ResolvedRequest) -> ResolvedRequest:
-    """The same on the first device."""
+def _keep_first(resolved: Job) -> Job:
+    """The job on its first device alone."""
     machine = resolved.machine
     if machine is not None:
         machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
@@ -80,7 +79,7 @@ def _keep_first(resolved: ResolvedRequest) -> ResolvedRequest:
 
 
 def _for_one_device(problem: Problem) -> Problem:
-    """Of a fixed batch, what an even split gives it."""
+    """The problem of one device, with an even split's part of a fixed batch."""
     fixed = problem.global_batch
     return msgspec.structs.replace(
         problem,
@@ -93,9 +92,7 @@ def _for_one_device(problem: Problem) -> Problem:
     )
 
 
-def _step(
-    resolved: ResolvedRequest, prober: Prober, problem: Problem, report: Report, stop: threading.Event
-) -> list[Timed]:
+def _step(resolved: Job, prober: Prober, problem: Problem, report: Report, stop: threading.Event) -> list[Timed]:
     """The first batches of a search on one device, as many as ran until `stop`."""
     search, timed = Search(problem, BALANCE), list[Timed]()
     running: dict[Probe, ProbeProgress] = {}
@@ -125,14 +122,14 @@ def _step(
     finally:
         alarm.cancel()
     if over.is_set() and not timed:
-        words = explain_unfinished(resolved.workload, resolved.devices, tuple(running.values()))
+        words = say_all(find_unfinished(resolved.workload, resolved.devices, tuple(running.values())))
         raise NoLayoutError(" ".join(words) or f"No step ended within {budget:g} s.", "Give a longer --budget.")
     if not timed and not stop.is_set():
         raise NoLayoutError(f"Not even one sample fits on {resolved.devices[0].label}.", "Free some of its memory.")
     return timed
 
 
-def _foresee(resolved: ResolvedRequest, problem: Problem, timed: Sequence[Timed]) -> Outlook:
+def _foresee(resolved: Job, problem: Problem, timed: Sequence[Timed]) -> Outlook:
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
     points = tuple((seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0]))
     devices = tuple(
@@ -183,7 +180,7 @@ def _write_machine(
     )
 
 
-def _imagine_search(resolved: ResolvedRequest, problem: Problem, machine: Machine, first: Timed) -> float:
+def _imagine_search(resolved: Job, problem: Problem, machine: Machine, first: Timed) -> float:
     """Seconds of the search on such devices, with the starts of its children."""
     starts = first.start_seconds
     if problem.devices > 1:

@@ -1,9 +1,10 @@
-"""What a session reports while it runs, for a terminal, a screen or a viewer of journals to draw."""
+"""The events of a session, for a terminal, a screen or a viewer of journals to draw."""
 
 from __future__ import annotations
 
 import msgspec
 
+from evener.balancer.result.words import Said
 from evener.balancer.types import Belief, Observation, Probe, Result
 from evener.plan import Plan
 
@@ -27,7 +28,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """How a running measurement is doing, at least once a second. A later report replaces it."""
+    """The progress of a running measurement, at least once a second. A later report replaces it."""
 
     probe: Probe
     phase: str  # starting | building | warming up | measuring; stopped while building: importing | loading | preparing
@@ -64,6 +65,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     verdict: str  # one sentence: what to do and why
     interrupted: bool
     at_seconds: float
+    findings: Said = Said()  # the same as data; empty where a journal is shown
 
 
 Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished

@@ -1,14 +1,14 @@
-"""What a framework's profiler says of each layout: the transfers between devices, and the time they take."""
+"""The profile of each layout by its framework: the transfers between devices, and the time they take."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import closing
 
+from evener.balancer.intake.request import Job
 from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.request import ResolvedRequest
-from evener.balancer.resolve import make_prober
 from evener.balancer.result.layout_names import name_candidate
 from evener.balancer.search.search import Search
 
@@ -16,7 +16,7 @@ STEPS = 20  # profiled of each layout
 LayoutProfile = tuple[str, Profiled | str]  # a layout's name, and its profile or why there is none
 
 
-def profile_ranking(resolved: ResolvedRequest, search: Search, stop: threading.Event) -> list[LayoutProfile]:
+def profile_ranking(resolved: Job, search: Search, stop: threading.Event) -> list[LayoutProfile]:
     """Profile the best single device and the layouts of the ranking that use several, until `stop` is set."""
     if resolved.machine is not None:
         return [("simulated devices", "they run no framework that could be profiled")]

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from evener.balancer.intake.request import Job
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
-from evener.balancer.request import ResolvedRequest
-from evener.balancer.resolve import make_prober
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import (
     Failed,
@@ -38,7 +38,7 @@ ALONE_SECONDS = 3.0  # of each device by itself
 
 
 class RunLength(msgspec.Struct, frozen=True):
-    """How long each run lasts without warm-up: seconds, or that many optimizer steps if not 0."""
+    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't 0."""
 
     seconds: float = DEFAULT_SECONDS
     steps: int = 0
@@ -95,7 +95,7 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def timed_runs(
-    resolved: ResolvedRequest, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
+    resolved: Job, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
 ) -> Iterator[Iterator[TimedRun]]:
     """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
 

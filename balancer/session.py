@@ -1,22 +1,21 @@
-"""Runs a search: asks for probes, measures them, journals the observations, tells the search; can be resumed."""
+"""A session: it asks the search for probes, journals them, measures them, journals what came, and tells the search."""
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
 
-from evener.balancer import resolve
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.intake.request import EFFICIENCY, Job, Request
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest
-from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
-from evener.balancer.result.outcome import build_outcome
+from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished
+from evener.balancer.result.outcome import RunEnd, build_outcome
+from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
-from evener.balancer.session_start import begin, reopen
-from evener.balancer.store import journal, replay, runs
+from evener.balancer.store import replay, runs
 from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 from evener.errors import RequestError
@@ -39,30 +38,22 @@ class Session(EventThread):
     """
 
     def __init__(
-        self, request: Request | ResolvedRequest, *, resume: str | None = None, extend_seconds: float | None = None
+        self, request: Request | Job, *, resume: str | None = None, extend_seconds: float | None = None
     ) -> None:
         super().__init__()
         self._interrupted = False
         self._late = False
         self._paused_seconds = 0.0
-        self._seen: list[Observation] = []
         self._running: dict[Probe, ProbeProgress] = {}
-        self._locks = ExitStack()
+        self._run = open_run(request, resume, extend_seconds)
+        self._header = self._run.record.header
         try:
-            opened = (
-                begin(request, self._locks) if resume is None else reopen(resume, request, extend_seconds, self._locks)
-            )
+            errors = runs.errors_path(self._header.run)
+            self._prober: Prober = make_prober(self._run.job, replay.read_clock(self._run.record), errors)
+            self._search: Search = self._run.make_search()
         except BaseException:
-            self._locks.close()
+            self._run.close()
             raise
-        self._record, self._resolved, self._journal = opened.record, opened.resolved, opened.journal
-        self._raised_budget = opened.raised_budget
-        self._header = self._record.header
-        self._facts = self._record.facts
-        errors = runs.errors_path(self._header.run)
-        self._prober: Prober = resolve.make_prober(self._resolved, replay.read_clock(self._record), errors)
-        seen = (entry.seen for entry in self._record.seen)
-        self._search: Search = replay.make_search(self._header, seen, self._facts, opened.spend_all)
 
     @property
     def run_id(self) -> str:
@@ -71,7 +62,7 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """What decided on the probes; read it once the session has ended."""
+        """The search that decided on the probes; read it once the session has ended."""
         return self._search
 
     def stop(self) -> None:
@@ -84,7 +75,7 @@ class Session(EventThread):
         self.stop()
         self._prober.close()
         super().close()
-        self._locks.close()
+        self._run.close()
 
     def _work(self) -> None:
         try:
@@ -93,24 +84,23 @@ class Session(EventThread):
             self._events.put(self._finish())
         finally:
             self._prober.close()
-            self._locks.close()
+            self._run.close()
 
     def _start(self) -> None:
         header = self._header
-        self._seen = [entry.seen for entry in self._record.seen]
         self._events.put(
             Started(
                 run=header.run,
                 devices=tuple(device.label for device in header.devices),
                 workload=header.workload,
                 budget_seconds=header.request.budget_seconds,
-                replayed=len(self._seen),
-                notes=self._resolved.notes,
+                replayed=self._run.replayed,
+                notes=self._run.job.notes,
             )
         )
 
     def _loop(self) -> None:
-        left = replay.find_pending(self._record)
+        left = replay.find_pending(self._run.record)
         if left is not None:
             asked, missing = left
             self._measure(missing, tuple(probe for probe in asked.probes if probe not in missing))
@@ -121,7 +111,7 @@ class Session(EventThread):
             self._wait_while_paused()
             if self._halt.is_set():
                 return
-            self._write(AskedEntry(probes, self._prober.now()))
+            self._run.write(AskedEntry(probes, self._prober.now()))
             self._measure(probes, ())
 
     def _measure(self, probes: tuple[Probe, ...], finished: tuple[Probe, ...]) -> None:
@@ -146,52 +136,51 @@ class Session(EventThread):
 
     def _hopeless(self, seen: Observation) -> bool:
         """Whether the workload's own code failed before anything ran, as it would on every device."""
-        return isinstance(seen, Failed) and seen.user_code and not any(isinstance(one, Timed) for one in self._seen)
+        failed = isinstance(seen, Failed) and seen.user_code
+        return failed and not any(isinstance(one, Timed) for one in self._run.record.observations)
 
     def _take(self, seen: Observation) -> None:
         """Journal an observation, then tell the search."""
         at = self._prober.now()
         facts = self._prober.facts()
-        if facts not in (self._facts, Facts()):
+        if facts not in (self._run.record.facts, Facts()):
             self._learn(facts, at)
-        self._write(ObservationEntry(seen, at))
+        self._run.write(ObservationEntry(seen, at))
         self._check_energy(seen, at)
         self._search.tell(seen)
-        self._seen.append(seen)
         self._running.pop(seen.probe, None)
-        out_of_memory = sum(isinstance(one, OutOfMemory) for one in self._seen)
-        belief, best = self._search.belief(), self._search.best()
-        self._events.put(Observed(seen, belief, best, len(self._seen), out_of_memory, at))
+        every = self._run.record.observations
+        out_of_memory = sum(isinstance(one, OutOfMemory) for one in every)
+        self._events.put(Observed(seen, self._search.belief(), self._search.best(), len(every), out_of_memory, at))
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
         if self._header.request.objective != EFFICIENCY or not isinstance(seen, Timed):
             return
-        timed = [one for one in (*self._seen, seen) if isinstance(one, Timed)]
+        timed = [one for one in self._run.record.observations if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
             own = [one.watts for one in timed if position in one.probe.layout.active]
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
             label = self._header.devices[position].label
             message = f"{label} reports no energy, so samples per joule can't be compared."
-            self._write(FailedEntry(message, at))
+            self._run.write(FailedEntry(message, at))
             raise RequestError(message, "Leave --objective out, or choose other devices.")
 
     def _learn(self, facts: Facts, at: float) -> None:
         """What children say of themselves; RequestError if tokens are to be counted and rows have none."""
-        self._facts = facts
-        self._write(FactsEntry(facts))
+        self._run.write(FactsEntry(facts))
         self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
         if self._header.request.objective == "tokens" and not facts.lengths:
             why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
             message = f"{self._header.workload} {why}"
-            self._write(FailedEntry(message, at))
+            self._run.write(FailedEntry(message, at))
             raise RequestError(message, "Leave --objective out, or see evener help workload.")
 
     def _set_alarms(self) -> list[threading.Timer]:
         """They end running probes when the budget and its grace are over; in virtual time the search keeps to it."""
         budget = self._header.request.budget_seconds
-        if budget is None or self._resolved.machine is not None:
+        if budget is None or self._run.job.machine is not None:
             return []
         left = budget - (self._prober.now() - self._paused_seconds)
         last = max(GRACE_SECONDS, GRACE_SHARE * budget)
@@ -209,7 +198,7 @@ class Session(EventThread):
 
         Where nothing has ended yet, the workload is built first: an error there is what the user should hear.
         """
-        while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
+        while not self._run.record.observations and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
                 return
         if not any(one.phase in spared for one in tuple(self._running.values())):
@@ -227,29 +216,28 @@ class Session(EventThread):
 
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
-        seen, at, why = tuple(self._seen), self._prober.now(), self._why_stopped()
         running = tuple(one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted)
-        unfinished = explain_unfinished(self._header.workload, self._header.devices, running)
-        found = build_outcome(
-            self._header, self._search, seen, self._facts, why, self._seconds(), unfinished if self._late else ()
-        )
+        unfinished = find_unfinished(self._header.workload, self._header.devices, running)
+        run, at = self._run, self._prober.now()
+        end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
+        found = build_outcome(run.record, self._search, end)
         if found is None:
-            belief = self._search.belief()
-            fault = explain_no_plan(self._header, seen, belief, why, self._interrupted, unfinished)
+            fault = explain_no_plan(run.record, self._search.belief(), end)
             if not self._interrupted:
-                self._write(FailedEntry(fault.message, at))
+                run.write(FailedEntry(fault.message, at))
             raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
-        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, self._raised_budget)
-        if ended != self._record.ended:
-            self._write(ended)
-        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at)
+        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, run.raised_budget)
+        if ended != run.record.ended:
+            run.write(ended)
+        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at, found.findings)
 
     def _seconds(self) -> float:
         """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""
-        if len(self._seen) == len(self._record.seen):
-            return replay.read_clock(self._record)
+        record = self._run.record
+        if len(record.seen) == self._run.replayed:
+            return replay.read_clock(record)
         return max(0.0, self._prober.now() - self._paused_seconds)
 
     def _why_stopped(self) -> str:
@@ -257,9 +245,6 @@ class Session(EventThread):
         if done is not None:
             return done
         return (Stop.LATE if self._late and not self._interrupted else Stop.INTERRUPTED).value
-
-    def _write(self, entry: journal.Entry) -> None:
-        self._journal.append(entry)
 
 
 def _is_being_built(progress: ProbeProgress) -> bool:

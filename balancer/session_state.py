@@ -51,7 +51,7 @@ class SessionState(msgspec.Struct, frozen=True):
 
     @property
     def active(self) -> bool:
-        """Whether a session is running."""
+        """True while a session is running."""
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 
@@ -208,7 +208,7 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
 
 
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
-    """What a plan is compared with: even split, best single device, a larger batch, the sum of solos.
+    """The rivals of a plan: even split, best single device, a larger batch, the sum of solos.
 
     One device is compared with the faster of the even and the best split, and not with itself at another batch.
     """
@@ -248,7 +248,7 @@ def _sum(solos: list[Throughput]) -> tuple[RivalRate, ...]:
 
 
 class CurvePoints(NamedTuple):
-    """What the chart draws of one device: samples/s against batch."""
+    """A device's points in the chart: samples/s against batch."""
 
     device: int
     believed: tuple[tuple[int, float], ...]
@@ -282,7 +282,7 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """What is left of the budget; None without one, 0 when it is used up."""
+    """The seconds left of the budget; None without one, 0 when it is used up."""
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)

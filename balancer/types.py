@@ -23,7 +23,7 @@ Cause = Literal[
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """How the workload lies on the devices of the request; `shares` are samples, 0 for a device that is left out."""
+    """A way to lay the workload on the devices; `shares` are samples, 0 for a device that is left out."""
 
     kind: Kind
     shares: tuple[int, ...]
@@ -52,16 +52,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def in_passes(self) -> bool:
-        """Whether a device takes its share in more than one pass."""
+        """True if a device takes its share in more than one pass."""
         return bool(self.micro)
 
     @property
     def by_rows(self) -> bool:
-        """Whether its shares are rows in the order of the data, of whatever length."""
+        """True if shares are rows in the order of the data, whatever their length."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """How many passes a device takes for its share; 0 for one that is left out."""
+        """The number of passes that a device takes for its share; 0 for one that is left out."""
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
@@ -110,23 +110,23 @@ class Warned(msgspec.Struct, frozen=True):
 
 
 class Power(msgspec.Struct, frozen=True):
-    """What the devices of a request draw while a layout trains."""
+    """The power that the devices of a request draw while a layout trains."""
 
     active_watts: float  # devices that compute
     idle_watts: float  # devices that are left out
 
     @property
     def watts(self) -> float:
-        """Of all of them: idle ones are a part of what a layout costs."""
+        """The power of all devices: idle ones are a part of what a layout costs."""
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
-        """Of all of them together; None if they draw nothing."""
+        """The samples per joule of all devices together; None if they draw nothing."""
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
     def mean(cls, found: Sequence[Power]) -> Power | None:
-        """Of several measurements; None without any."""
+        """The mean power of several measurements; None without any."""
         return cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found)) if found else None
 
 
@@ -151,12 +151,12 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """What the same start takes once everything is imported."""
+        """Seconds of the same start once everything is imported."""
         return self.start_seconds - self.import_seconds
 
     @property
     def power(self) -> Power | None:
-        """Of all devices together; None if one doesn't report it."""
+        """The power of all devices together; None if one doesn't report it."""
         watts = [each for each in self.watts if each is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -244,7 +244,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class CurveSketch(msgspec.Struct, frozen=True):
-    """What the search believes of one device, for whoever draws it; batches in samples."""
+    """One device as the search models it, to be drawn; batches in samples."""
 
     device: int
     points: tuple[tuple[int, float], ...]  # (batch, seconds) believed for plotting, increasing in batch
@@ -261,7 +261,7 @@ class Belief(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What a search is asked to solve. `memory_bytes` is what a training process can have on each device, if known."""
+    """A problem for a search. `memory_bytes` is what a training process can have on each device, if known."""
 
     devices: int
     memory_bytes: tuple[int | None, ...]

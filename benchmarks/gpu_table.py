@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from evener.balancer.intake.problem import make_problem
 from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
@@ -94,7 +95,7 @@ def _row(path: Path) -> list[str]:
 def _memory_rows(path: Path) -> Iterator[list[str]]:
     """Each batch whose memory could be predicted before it ran: predicted and measured."""
     record = journal.read(path)
-    seen = Observations(replay.make_problem(record.header))
+    seen = Observations(make_problem(record.header))
     for entry in record.seen:
         if isinstance(entry.seen, Timed):
             for position in entry.seen.probe.layout.active:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
-from evener.balancer.request import Request
-from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
 from evener.plan import Plan, load_plan
 
@@ -110,7 +111,7 @@ def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
 
 def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, Any]:
     """The whole grid, as one JSON document."""
-    prober = make_prober(resolve_request(request))
+    prober = make_prober(take_in(request))
     try:
         grid = Grid(prober, options.seconds)
         own = chosen(plan)

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
 from evener.balancer.manual_run import RunLength, timed_runs
-from evener.balancer.request import Request
-from evener.balancer.resolve import resolve_request
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
@@ -130,7 +130,7 @@ def layout(plan: Plan) -> Layout:
 
 def probe(options: argparse.Namespace, devices: str, plan: Plan, length: RunLength) -> tuple[int, float]:
     """Steps and samples/s of a plan in children under their caps; NoLayoutError if one runs out of memory."""
-    resolved, stop = resolve_request(request(options, devices)), threading.Event()
+    resolved, stop = take_in(request(options, devices)), threading.Event()
     with timed_runs(resolved, layout(plan), 1, length, stop) as runs:
         (run,) = runs
     return run.steps, run.samples_per_second

@@ -18,9 +18,10 @@ from statistics import fmean, median
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
+from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
-from evener.balancer.request import Request
-from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.shares import apportion
@@ -64,7 +65,7 @@ def compare(options: argparse.Namespace, devices: str) -> str:
     request = Request(devices, workload=options.workload, framework="torch", settings=settings, share=options.share)
     request = msgspec.structs.replace(request, global_batch=options.batch, budget_seconds=options.budget)
     layouts = list_layouts(find_split(request))
-    prober = make_prober(resolve_request(request))
+    prober = make_prober(take_in(request))
     try:
         figures = measure(prober, layouts, options.turns, options.seconds)
     finally:

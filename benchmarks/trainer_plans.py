@@ -23,9 +23,9 @@ import msgspec
 
 from benchmarks.trainer_processes import Ranks, name_build
 from benchmarks.training import balance
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
 from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
-from evener.balancer.request import Request
-from evener.balancer.resolve import resolve_request
 from evener.balancer.types import Layout
 from evener.plan import Plan, load_plan
 
@@ -84,7 +84,7 @@ def alternate(
     options: argparse.Namespace, trainer: str, plan: Plan, path: Path
 ) -> tuple[Sequence[Rate], Sequence[Rate]]:
     """The rates of probes, and of the blocks between each two of them; each side's processes stay."""
-    resolved, active = resolve_request(make_request(options, trainer)), plan.layout.active
+    resolved, active = take_in(make_request(options, trainer)), plan.layout.active
     places = [i for i, share in enumerate(plan.layout.share) if share.batch]
     sizes = [share.batch for share in active], [share.micro or share.batch for share in active]
     layout = choose_layout(len(resolved.devices), places, *sizes)

@@ -190,7 +190,7 @@ def _make_runs() -> None:
         (PAIR, "20260922-093000-77d9", "2026-09-22T09:30:00Z"),
     ):
         now = mock.patch("time.strftime", return_value=created)
-        with mock.patch("evener.balancer.session_start.new_run_id", return_value=run), now:
+        with mock.patch("evener.balancer.run.new_run_id", return_value=run), now:
             session = Session(Request(devices=spec))
         try:
             for _ in session.events():

@@ -7,14 +7,14 @@ from hashlib import blake2b
 
 import msgspec
 
+from evener.balancer.intake.request import Job, deals_by_cost
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import ResolvedRequest, deals_by_cost
 from evener.devices.registry import all_backends
 
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
 
 
-def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: ResolvedRequest) -> Facts:
+def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
     """With what one more child has found; `engine` is how its split is kept in step, empty if it is none.
 
     The digest is that of the first: the model's own, which a training script compares with its model, if it has one.

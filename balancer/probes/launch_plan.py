@@ -9,9 +9,9 @@ from typing import cast
 
 import msgspec
 
+from evener.balancer.intake.request import Job
 from evener.balancer.probes.child_group import RankMap
 from evener.balancer.probes.protocol import Build
-from evener.balancer.request import ResolvedRequest
 from evener.balancer.types import Layout
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
@@ -38,7 +38,7 @@ class GroupKey(msgspec.Struct, frozen=True):
         return cls(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs)
 
 
-def choose_engine(resolved: ResolvedRequest, key: GroupKey) -> str:
+def choose_engine(resolved: Job, key: GroupKey) -> str:
     """How a split over these devices is kept in step; empty for a layout without a choice."""
     engine = resolved.request.engine
     if key.kind != "split":
@@ -52,12 +52,12 @@ def choose_engine(resolved: ResolvedRequest, key: GroupKey) -> str:
     return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
-def runs_in_one_process(resolved: ResolvedRequest, key: GroupKey) -> bool:
+def runs_in_one_process(resolved: Job, key: GroupKey) -> bool:
     """Whether one process drives all of its devices."""
     return key.kind == "place" or choose_engine(resolved, key) in ONE_PROCESS
 
 
-def assign_devices(resolved: ResolvedRequest, key: GroupKey) -> list[list[Device]]:
+def assign_devices(resolved: Job, key: GroupKey) -> list[list[Device]]:
     """The devices of each child, in rank order."""
     devices = [resolved.devices[i] for i in key.positions]
     if key.kind == "pack" and key.placement == "logical":
@@ -67,7 +67,7 @@ def assign_devices(resolved: ResolvedRequest, key: GroupKey) -> list[list[Device
 
 
 def map_ranks(
-    resolved: ResolvedRequest, key: GroupKey, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
+    resolved: Job, key: GroupKey, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
 ) -> RankMap:
     """Where those children lie on the devices; `busy_cores` by position, as far as solo probes have shown."""
     threads = environments[0].threads or 1
@@ -82,7 +82,7 @@ def map_ranks(
 
 
 def build_commands(
-    resolved: ResolvedRequest,
+    resolved: Job,
     key: GroupKey,
     assigned: Sequence[Sequence[Device]],
     environments: Sequence[ChildEnvironment],

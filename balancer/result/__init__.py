@@ -1,1 +1,1 @@
-"""What a search ends with: the plan, its evidence, and the sentences that explain it."""
+"""The result of a search: the plan, its evidence, and the sentences that explain it."""

@@ -6,75 +6,73 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.request import allows_passes
-from evener.balancer.result.explain_measurements import GIB, find_taken_bytes
+from evener.balancer.intake.request import allows_passes
+from evener.balancer.result.measurements import find_taken_bytes
 from evener.balancer.result.number_format import join_words, write_share
-from evener.balancer.search.decisions import Stop
-from evener.balancer.store.journal import Header
+from evener.balancer.result.outcome import RunEnd
+from evener.balancer.result.words import GIB, Finding, say_all
+from evener.balancer.store.journal import Header, Record
 from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
 HANGS = "Look for an endless loop there; input() gets none. Or"
-IMPORTING = "Importing had not ended"
+IMPORTING = "unfinished.importing"
 REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
-def explain_no_plan(
-    header: Header,
-    seen: Sequence[Observation],
-    belief: Belief,
-    why_stopped: str,
-    interrupted: bool,
-    unfinished: Sequence[str] = (),
-) -> NoLayoutError | DeviceError:
-    """The fault, by what was seen, what the search believes of the devices, why it ended, and what was `unfinished`."""
+def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
+    """The fault of a run without a plan, by what was seen, what the search believes of the devices, and its ending."""
+    header, seen, unfinished = record.header, record.observations, say_all(end.unfinished)
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     too_large = ran and sum(largest) < (header.request.global_batch or 0)
     if too_large and not allows_passes(header.request, header.framework):
         return NoLayoutError(*_too_large(header, largest, seen))
-    late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
+    late = end.late
     failed = "" if too_large and late else list_failures(seen, header.devices)
     if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
         return DeviceError(f"No device could be measured: {failed}.", find_backend(header.devices[0].kind).remedy)
     if failed:
         return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
     what = "a layout of the global batch" if ran else "anything"
-    if interrupted:
+    if end.interrupted:
         message = " ".join([f"The search was stopped before {what} was measured.", *unfinished])
         return NoLayoutError(message, f"Go on with evener balance --resume {header.run}.")
     budget = header.request.budget_seconds
     if budget is None or not late:
-        return NoLayoutError(f"No layout could be measured: {why_stopped.rstrip('.')}.", REMEDY)
+        return NoLayoutError(f"No layout could be measured: {end.why_stopped.rstrip('.')}.", REMEDY)
     more = f"as in --budget {2 * budget:g}s"
-    slow = all(sentence.startswith(IMPORTING) for sentence in unfinished)
+    slow = all(one.code == IMPORTING for one in end.unfinished)
     if not slow and ":" in header.workload:
         return NoLayoutError(" ".join(unfinished), f"{HANGS} give it more time, {more}.")
     message = " ".join([f"The budget of {budget:g} s was over before {what} was measured.", *unfinished])
     return NoLayoutError(message, f"Give more, {more}.")
 
 
-def explain_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[str, ...]:
-    """A sentence for each phase before measuring in which probes still are: on which devices, how long, and where."""
+def find_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[Finding, ...]:
+    """Each phase before measuring in which probes still are: on which devices, how long, and where in the code."""
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
-    words = {
-        "importing": IMPORTING,
-        "loading": f"The import of {name} had not ended",
-        "building": f"{name}'s {attribute}() had not returned" if home else f"{name} had not been built",
-        "preparing": f"{name} had not been built",
-        "warming up": f"The first steps of {name} had not ended",
-    }
+    building = ("building", f"{name}'s {attribute}()") if home else ("preparing", name)
     found = []
-    for phase, what in words.items():
+    for phase, (code, named) in {
+        "importing": ("importing", name),
+        "loading": ("loading", name),
+        "building": building,
+        "preparing": ("preparing", name),
+        "warming up": ("warming_up", name),
+    }.items():
         late = [one for one in running if one.phase == phase]
         if late:
-            positions = sorted({i for one in late for i in one.probe.layout.active})
-            where = join_words([devices[i].label for i in positions])
-            at = next((f", at {one.where}" for one in late if one.where), "")
-            found.append(f"{what} after {max(one.phase_seconds for one in late):.0f} s on {where}{at}.")
+            values = {
+                "name": named,
+                "seconds": max(one.phase_seconds for one in late),
+                "devices": [devices[i].label for i in sorted({i for one in late for i in one.probe.layout.active})],
+                "where": next((one.where for one in late if one.where), ""),
+            }
+            found.append(Finding(f"unfinished.{code}", values))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""What one layout gains over another, by the two rates as they are printed, and where nothing can be said of it."""
+"""The gain of one layout over another, by the two rates as they are printed, and where nothing can be said of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NEAR = 2  # times a split's global batch: the most that a plan may have to be co
 
 
 def is_certain(*figures: Interval) -> bool:
-    """Whether samples/s are certain enough to be said."""
+    """True if samples/s are certain enough to be said."""
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)
 
 
 def is_comparable(own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]) -> bool:
-    """Whether a gain over a layout says something; no `shares` stand for the sum of all devices alone.
+    """True if a gain over a layout says something; no `shares` stand for the sum of all devices alone.
 
     Not if a rate isn't certain, if a split has less than half of the samples, or if a device is faster in the split
     than it was alone: it wasn't measured at its best batch then.
@@ -40,7 +40,11 @@ def printed_gain(own: float, other: float) -> float:
     return first / second - 1
 
 
+def is_rough(*figures: Interval) -> bool:
+    """True if a gain of one figure over another is known in whole percents alone."""
+    return any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
+
+
 def write_gain(gain: float, *figures: Interval) -> str:
-    """In percent, whole ones where a figure is rough: 36.4 %, 36 %."""
-    rough = any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
-    return percent(gain, 0 if rough and gain >= 0.005 else 1)
+    """The gain in percent, whole ones where a figure is rough: 36.4 %, 36 %."""
+    return percent(gain, 0 if is_rough(*figures) and gain >= 0.005 else 1)

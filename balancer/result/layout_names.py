@@ -1,4 +1,4 @@
-"""What each layout is called in sentences, tables and a plan's evidence."""
+"""The name of each layout in sentences, tables and a plan's evidence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,17 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
     return tuple(names)
 
 
+def list_shares(layout: Layout) -> list[tuple[int, int]]:
+    """The rows of each device that computes, and the most of them in one pass."""
+    return [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
+
+
+def join_shares(shares: Sequence[tuple[int, int]]) -> str:
+    """Such rows in words: 150 + 106; in passes (820 = 2 × 410) + 568."""
+    words = [write_share(rows, micro) for rows, micro in shares]
+    return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
+
+
 def list_samples(layout: Layout) -> str:
-    """The samples of each device: 150 + 106; in passes (820 = 2 × 410) + 568."""
-    shares = [write_share(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
-    return " + ".join(f"({share})" if "=" in share and len(shares) > 1 else share for share in shares)
+    """The samples of each device of a layout, in words."""
+    return join_shares(list_shares(layout))

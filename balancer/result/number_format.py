@@ -17,12 +17,12 @@ def rate(samples_per_second: float) -> str:
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """With three significant digits at least: 0.699, 28, 3 197."""
+    """Samples per joule with three significant digits at least: 0.699, 28, 3 197."""
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """With two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
+    """Milliseconds with two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
     count = seconds * 1000
     return f"{count:.{0 if count >= 9.95 else 1 if count >= 0.995 else 2}f} ms"
 
@@ -46,10 +46,10 @@ def relative_error(value: float, low: float, high: float) -> float:
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """What stands behind every ±."""
+    """The figure behind every ±: half of the 95 % interval, in percent."""
     return percent(relative_error(value, low, high), 1)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """One, two and three."""
+    """The words as a list in a sentence: one, two and three."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -1,25 +1,25 @@
-"""What a search ends with: the plan, its evidence and its verdict, from what was measured and nothing else."""
+"""The outcome of a run: the plan, its evidence and its verdict, from its record and its search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
-from evener.balancer.result import explain_measurements as measurements
-from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, work_gap
-from evener.balancer.result.explain_hosts import explain_hosts
+from evener.balancer.result import measurements
 from evener.balancer.result.gains import is_certain
-from evener.balancer.result.layout_names import list_samples, name_candidate
-from evener.balancer.result.number_format import efficiency, join_words, percent, relative_error
+from evener.balancer.result.layout_names import list_shares, name_candidate
+from evener.balancer.result.number_format import relative_error
 from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
+from evener.balancer.result.verdict import cost_ratios, find_verdict
+from evener.balancer.result.words import Finding, Said, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
-from evener.balancer.store.journal import Header
+from evener.balancer.store.journal import Header, Record
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
@@ -44,55 +44,61 @@ STEP_SECONDS = 10  # to which it is rounded up
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A plan and the sentence that goes with it."""
+    """A plan, the sentence that goes with it, and what both say as data."""
 
     plan: Plan
     verdict: str
+    findings: Said
 
 
-def build_outcome(
-    header: Header,
-    search: Search,
-    seen: Sequence[Observation],
-    facts: Facts,
-    why_stopped: str,
-    seconds: float,
-    unfinished: Sequence[str] = (),
-) -> Outcome | None:
-    """The plan that a search has come to after `seconds` of its clock; None if nothing was measured.
+class RunEnd(msgspec.Struct, frozen=True):
+    """Why a run ended, after how many seconds of its clock, and what had not ended when the time was over."""
 
-    `unfinished` are sentences on what had not ended when the time was over.
-    """
+    why_stopped: str
+    seconds: float
+    interrupted: bool = False  # by the user
+    unfinished: tuple[Finding, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """The reason in a word, as `settled` or `budget`."""
+        return next((stop.name.lower() for stop in Stop if self.why_stopped.startswith(stop.value)), "")
+
+    @property
+    def late(self) -> bool:
+        """True if the budget ended the run."""
+        return self.why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
+
+
+def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None:
+    """The plan that the search of a run has come to; None if nothing was measured."""
     chosen = search.best()
     if chosen is None:
         return None
-    devices = header.devices
-    labels = [device.label for device in devices]
-    rivals = list_rivals(chosen, search.ranking(), search.results(), search.best_single())
-    doubts = measurements.find_doubts(seen, chosen.layout, relative_error(*msgspec.structs.astuple(chosen.throughput)))
-    gap = work_gap(search.turns(chosen.layout))
-    tokens = Tokens(search.mean_length, search.padding(chosen.layout), gap)
-    sentence = explain(chosen, rivals, labels, Costs(search.sync_seconds(), search.apart_seconds), tokens)
-    if is_certain(chosen.throughput):
-        sentence += explain_hosts(chosen, search.results(), devices, search.network_seconds)
-    warnings = (
-        *header.notes,
-        *search.options.left_out,
-        *explain_by_rows(search),
-        *explain_failures(search, labels),
-        *explain_unmeasured(search, labels, why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)),
-        *explain_retreats(search, labels),
-        *unfinished,
-        *measurements.explain_doubts(doubts, devices),
-        *measurements.explain_taken_memory(seen, devices),
-        *measurements.explain_left_out(seen, devices, chosen.layout),
-        *measurements.explain_passes(chosen.layout, facts.batch_statistics),
-    )
+    header, facts, devices = record.header, record.facts, record.header.devices
     request, knobs = header.request, chosen.layout.knobs
+    rivals = list_rivals(chosen, search.ranking(), search.results(), search.best_single())
+    figure = chosen.throughput
+    doubts = measurements.find_doubts(
+        record.observations, chosen.layout, relative_error(figure.value, figure.low, figure.high)
+    )
 
     def write(layout: Layout) -> PlanLayout:
         return _write_layout(layout, devices, facts.engine, search.mean_length)
 
+    evidence = _write_evidence(chosen, rivals, search, devices, write)
+    throughput = _write_throughput(figure, chosen.layout, search)
+    known = is_certain(figure)
+    taken = sorted(measurements.find_taken_bytes(record.observations))
+    verdict = (
+        *measurements.find_few_steps(chosen.layout, facts.rows),
+        *find_short_budget(search, record.observations, end),
+        *find_verdict(search, chosen, rivals, devices),
+        *(find_efficiency(search, throughput, evidence) if known else [measurements.find_remedy(doubts, header.run)]),
+        *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
+        *(measurements.find_weakness(doubts) if known else ()),
+    )
+    warnings = _find_warnings(record, search, end, chosen, doubts)
     plan = Plan(
         created=header.created,
         workload=header.workload,
@@ -100,106 +106,100 @@ def build_outcome(
         precision=MIXED if "mixed" in knobs else request.precision,
         xla=request.xla or "xla" in knobs,
         layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
-        throughput=_write_throughput(chosen.throughput, chosen.layout, search),
-        evidence=_write_evidence(chosen, rivals, search, devices, write),
-        search=_summarize(header, seen, why_stopped, seconds),
+        throughput=throughput,
+        evidence=evidence,
+        search=_summarize(record, end),
         fingerprint=_write_fingerprint(header, facts),
-        warnings=warnings,
+        warnings=say_all(warnings),
     )
-    few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
-    verdict = _finish_verdict(sentence, plan, search, seen, doubts, header)
-    return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
+    return Outcome(plan, write_verdict(verdict), Said(verdict, warnings, end.code))
 
 
-def _finish_verdict(
-    sentence: str,
-    plan: Plan,
-    search: Search,
-    seen: Sequence[Observation],
-    doubts: Sequence[Warned],
-    header: Header,
-) -> str:
-    """The sentence with what bounds it: doubts of its figures, or how to measure on, and memory that others hold."""
-    chosen = search.best()
-    if chosen is None or is_certain(chosen.throughput):
-        said = measurements.add_taken_memory(sentence + explain_efficiency(search, plan), seen, header.devices)
-        return measurements.add_doubt(said, doubts)
-    remedy = measurements.add_remedy(sentence, doubts, header.run)
-    return measurements.add_taken_memory(remedy, seen, header.devices)
+def _find_warnings(
+    record: Record, search: Search, end: RunEnd, chosen: Result, doubts: Sequence[Warned]
+) -> tuple[Finding, ...]:
+    """What to know before trusting the figures, in the order in which the plan has it."""
+    devices, seen = record.header.devices, record.observations
+    count, cut = len(devices), end.why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)
+    return (
+        *(Finding("note", {"text": note}) for note in record.header.notes),
+        *(Finding("left_out", {"text": text}) for text in search.options.left_out),
+        *find_unequal_rows(search),
+        *find_failures(search, count),
+        *find_unmeasured(search, count, cut),
+        *find_retreats(search, count),
+        *(() if end.interrupted else end.unfinished),
+        *measurements.describe_doubts(doubts, devices),
+        *measurements.find_taken_memory(seen, devices),
+        *measurements.find_left_out(seen, devices, chosen.layout),
+        *measurements.find_pass_statistics(chosen.layout, record.facts.batch_statistics),
+    )
 
 
-def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
-    """A sentence for each layout of the race that did not run."""
-    lines = []
+def find_failures(search: Search, devices: int) -> Iterator[Finding]:
+    """Each layout of the race that did not run."""
     for candidate, seen in search.broken():
-        why = seen.detail.rstrip(".") if isinstance(seen, Failed) else "it ran out of memory"
-        lines.append(f"Not compared: {name_candidate(candidate, len(labels))}: {why}.")
-    return tuple(lines)
+        layout = name_candidate(candidate, devices)
+        if isinstance(seen, Failed):
+            yield Finding("not_compared.failed", {"layout": layout, "why": seen.detail.rstrip(".")})
+        else:
+            yield Finding("not_compared.out_of_memory", {"layout": layout})
 
 
-def explain_efficiency(search: Search, plan: Plan) -> str:
-    """What the chosen layout does with its energy, where that decided; else nothing."""
-    slowdown, own = search.problem.max_slowdown, plan.throughput
+def find_efficiency(search: Search, own: Throughput, evidence: Sequence[Evidence]) -> Iterator[Finding]:
+    """The samples per joule of the chosen layout, where they decided."""
+    slowdown = search.problem.max_slowdown
     if slowdown is None or not own.samples_per_joule:
-        return ""
-    fastest = max((one.throughput for one in plan.evidence), key=lambda one: one.samples_per_second, default=own)
-    figure = f" It trains {efficiency(own.samples_per_joule)} samples per joule"
-    within = f"of the layouts at most {percent(slowdown)} slower than the fastest"
+        return
+    values = {"samples_per_joule": own.samples_per_joule, "slowdown": slowdown}
+    fastest = max((one.throughput for one in evidence), key=lambda one: one.samples_per_second, default=own)
     if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
-        return f"{figure}, the most {within}."
-    more = percent(own.samples_per_joule / fastest.samples_per_joule - 1)
-    return f"{figure}, the most {within}, and {more} more than the fastest."
+        yield Finding("energy.most", values)
+    else:
+        yield Finding("energy.more", values | {"gain": own.samples_per_joule / fastest.samples_per_joule - 1})
 
 
-def explain_by_rows(search: Search) -> tuple[str, ...]:
-    """What was asked for and isn't compared with rows that are dealt by cost."""
+def find_unequal_rows(search: Search) -> Iterator[Finding]:
+    """Layouts that were asked for and aren't compared with rows that are dealt by cost."""
     asked = [word for family, word in (("pack", "packs"), ("place", "placements")) if family in search.options.families]
-    if not asked or not search.mean_length:
-        return ()
-    return (f"Not compared: {join_words(asked)}, which train by rows; --objective samples compares by rows.",)
+    if asked and search.mean_length:
+        yield Finding("not_compared.by_rows", {"layouts": asked})
 
 
-def explain_unmeasured(search: Search, labels: Sequence[str], interrupted: bool = False) -> tuple[str, ...]:
+def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> Iterator[Finding]:
     """Layouts that the budget left out, with a budget that should do."""
-    missing = [name_candidate(one, len(labels)) for one in search.unmeasured()]
-    larger = [name_candidate(one, len(labels)) for one in search.ungrown()]
-    lines = []
-    if search.problem.budget_seconds is not None and not interrupted and (missing or larger):
-        enough = _enough(search)
+    if search.problem.budget_seconds is None or interrupted:
+        return
+    for code, missing in (("unmeasured.layouts", search.unmeasured()), ("unmeasured.packs", search.ungrown())):
         if missing:
-            lines.append(f"The budget left no time to measure {join_words(missing)}; {enough}.")
-        if larger:
-            lines.append(f"Packs still gained when the budget left no time for a {join_words(larger)}; {enough}.")
-    return tuple(lines)
+            names = [name_candidate(one, devices) for one in missing]
+            yield Finding(code, {"layouts": names, "enough_seconds": _find_enough(search)})
 
 
-def explain_retreats(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
+def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
     """Layouts that were measured with fewer samples than was meant."""
-    return tuple(
-        f"{name_candidate(wished, len(labels)).capitalize()}: {list_samples(wished.layout)} ran out of memory;"
-        f" {list_samples(instead.layout)} was measured instead."
-        for wished, instead in search.retreats()
-        if search.turns(instead.layout)
-    )
+    for wished, instead in search.retreats():
+        if search.turns(instead.layout):
+            shares = {"shares": list_shares(wished.layout), "instead": list_shares(instead.layout)}
+            yield Finding("retreat", {"layout": name_candidate(wished, devices), **shares})
 
 
-def _enough(search: Search) -> str:
-    return f"--budget {STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)}s should do"
+def _find_enough(search: Search) -> int:
+    """Seconds of a budget that should do."""
+    return STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)
 
 
-def explain_short_budget(search: Search, seen: Sequence[Observation], why_stopped: str) -> str:
-    """A sentence to begin the verdict with, if the budget was over before any split was tried; "" if not."""
+def find_short_budget(search: Search, seen: Sequence[Observation], end: RunEnd) -> Iterator[Finding]:
+    """A budget that was over before any split was tried, and what starting processes took of it."""
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
-    late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
     budget = search.problem.budget_seconds
-    if tried or not late or budget is None or search.problem.devices < 2 or "split" not in search.options.families:
-        return ""
+    if tried or not end.late or budget is None or search.problem.devices < 2 or "split" not in search.options.families:
+        return
     at_once = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"]
     later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
     starts = max(at_once, default=0.0) + sum(later)
-    return (
-        f"The budget of {budget:g} s was over before any split was measured: starting processes took"
-        f" {starts:.0f} s of it, and {_enough(search)}. "
+    yield Finding(
+        "budget.no_split", {"budget_seconds": budget, "start_seconds": starts, "enough_seconds": _find_enough(search)}
     )
 
 
@@ -237,13 +237,13 @@ def _write_evidence(
     return tuple(describe(name, one) for name, one in found)
 
 
-def _summarize(header: Header, seen: Sequence[Observation], why_stopped: str, seconds: float) -> SearchSummary:
+def _summarize(record: Record, end: RunEnd) -> SearchSummary:
     return SearchSummary(
-        probes=len(seen),
-        out_of_memory=sum(isinstance(one, OutOfMemory) for one in seen),
-        seconds=round(seconds, 3),
-        seed=header.request.seed,
-        why_stopped=why_stopped,
+        probes=len(record.seen),
+        out_of_memory=sum(isinstance(one, OutOfMemory) for one in record.observations),
+        seconds=round(end.seconds, 3),
+        seed=record.header.request.seed,
+        why_stopped=end.why_stopped,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a chosen layout is compared with: every other layout that ran, by its rate or in turn."""
+"""The rivals of a chosen layout: every other layout that ran, compared by its rate or in turn."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Rival(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> str:
-        """Of layouts without other knobs; "knobs" for the others."""
+        """The family of a layout without other knobs; "knobs" for the others."""
         return "knobs" if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """As the two printed rates give it, or as measured in turn."""
+        """The gain of the chosen layout by the two printed rates, or as measured in turn."""
         return self.gain if self.paired else printed_gain(chosen.throughput.value, self.throughput.value)
 
 

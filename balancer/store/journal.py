@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from evener.balancer.intake.request import Request
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import Request
 from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
@@ -101,8 +101,13 @@ class Record(msgspec.Struct, frozen=True):
         return tuple(entry for entry in self.entries if isinstance(entry, ObservationEntry))
 
     @property
+    def observations(self) -> tuple[Observation, ...]:
+        """Every observation without its time, in the order in which it was made."""
+        return tuple(entry.seen for entry in self.seen)
+
+    @property
     def facts(self) -> Facts:
-        """The last that were reported."""
+        """The facts that were reported last."""
         return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
 
     @property

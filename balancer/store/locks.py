@@ -43,7 +43,7 @@ def lock_run(run: str) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """Whether a process works on the run: whether its lock is held."""
+    """True if a process works on the run, which then holds its lock."""
     try:
         descriptor = os.open(runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -72,7 +72,7 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Keep other sessions off devices of this machine; DeviceError if one has them."""
+    """Keep sessions off devices of this machine; DeviceError if one has them."""
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
         for device in devices:
@@ -176,7 +176,7 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """As " (process 12, run 20261122-…)"; anything that no lock of ours says is left out."""
+    """The holder as " (process 12, run 20261122-…)"; anything that no lock of ours says is left out."""
     pid, run = note.get("pid"), note.get("run")
     words = [f"process {pid}"] if isinstance(pid, int) else []
     if isinstance(run, str) and 0 < len(run) <= 40 and run.replace("-", "").isalnum() and run.isascii():

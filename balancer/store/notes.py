@@ -1,4 +1,4 @@
-"""What a person wrote about a run: a note and tags, in a small file beside its journal."""
+"""A person's words about a run: a note and tags, in a small file beside its journal."""
 
 from __future__ import annotations
 

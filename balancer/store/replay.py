@@ -4,44 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from evener.balancer.intake.problem import make_problem
+from evener.balancer.intake.request import check_request
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import EFFICIENCY, allows_passes
-from evener.balancer.result.outcome import Outcome, build_outcome
+from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.search import Search
 from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry, Record
-from evener.balancer.types import Observation, Probe, Problem
+from evener.balancer.types import Observation, Probe
 from evener.errors import NoLayoutError
 
 NOTHING = Facts()  # is known yet
-
-
-def make_problem(header: Header, spend_all: bool = False) -> Problem:
-    """What the search was asked to solve; with `spend_all` it measures the best layouts until the budget is spent."""
-    request = header.request
-    hosts = _number(device.host for device in header.devices)
-    return Problem(
-        devices=len(header.devices),
-        memory_bytes=tuple(device.usable_memory_bytes for device in header.devices),
-        global_batch=request.global_batch,
-        max_global_batch=request.max_global_batch,
-        multiple_of=request.multiple_of,
-        tolerance=request.tolerance,
-        budget_seconds=request.budget_seconds,
-        largest_share=header.largest_share,
-        micro=allows_passes(request, header.framework),
-        spend_all=spend_all,
-        max_slowdown=request.max_slowdown if request.objective == EFFICIENCY else None,
-        hosts=hosts if any(hosts) else (),
-        products=_number((device.kind, device.name) for device in header.devices),
-    )
-
-
-def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Equal numbers for equal values, from 0."""
-    numbers: dict[object, int] = {}
-    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def make_search(
@@ -50,7 +24,11 @@ def make_search(
     facts: Facts = NOTHING,
     spend_all: bool = False,
 ) -> Search:
-    """A search for what was asked, with everything that was seen and what is known of the data."""
+    """A search for what was asked, with everything that was seen and what is known of the data.
+
+    RequestError for a journal whose request no search can meet.
+    """
+    check_request(header.request)
     search = Search(make_problem(header, spend_all), header.request.compare or BALANCE)
     search.learn_data(facts.rows, facts.lengths, facts.longest_row)
     for observation in seen:
@@ -80,10 +58,9 @@ def read_clock(record: Record) -> float:
 
 def recover(record: Record) -> Outcome:
     """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
-    seen = tuple(entry.seen for entry in record.seen)
-    search = make_search(record.header, seen, record.facts)
+    search = make_search(record.header, record.observations, record.facts)
     why = search.why_stopped() or Stop.CUT_OFF.value
-    outcome = build_outcome(record.header, search, seen, record.facts, why, read_clock(record))
+    outcome = build_outcome(record, search, RunEnd(why, read_clock(record)))
     if outcome is None:
         raise NoLayoutError(
             f"The run {record.header.run} ended before anything was measured.",

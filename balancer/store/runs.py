@@ -58,7 +58,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return self.workload + " (simulated)" * any(label.startswith("SIM:") for label in self.devices)
 
 
-class Run(msgspec.Struct, frozen=True):
+class StoredRun(msgspec.Struct, frozen=True):
     """A run according to its journal; one that was cut off has the plan that its measurements give, if any."""
 
     header: Header
@@ -95,7 +95,7 @@ def journal_path(run: str) -> Path:
 
 
 def errors_path(run: str) -> Path:
-    """What failing children of a run wrote."""
+    """The file of what failing children of a run wrote."""
     return run_folder(run) / "errors.txt"
 
 
@@ -109,7 +109,7 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """The same among searches and trainings; RequestError if none or several match."""
+    """The search or training meant by a name; RequestError if none or several match."""
     runs = _list_ids()
     if not runs:
         raise RequestError("There are no runs yet.", "Make one with evener balance.")
@@ -126,7 +126,7 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> TrainingRecord | None:
-    """What a training, by its whole id, kept of itself; None for a search. RequestError if it can't be read."""
+    """The record of a training, by its whole id; None for a search. RequestError if it can't be read."""
     return read_training(run, _training_path(run)) if _is_training(run) else None
 
 
@@ -143,8 +143,8 @@ def list_runs() -> tuple[RunSummary, ...]:
     return tuple(_summarize(run) for run in reversed(_list_ids()))
 
 
-def load_run(name: str) -> Run:
-    """What a run measured and the plan that came of it; RequestError if it can't be read."""
+def load_run(name: str) -> StoredRun:
+    """A run with its measurements and the plan that came of them; RequestError if it can't be read."""
     path = journal_path(find(name))
     record = journal.read(path)
     ended = record.ended
@@ -153,7 +153,7 @@ def load_run(name: str) -> Run:
     plan, verdict = _find_plan(record, str(path))
     interrupted = ended is None or ended.interrupted
     seconds, note = replay.read_clock(record), read_note(path.parent)
-    return Run(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
+    return StoredRun(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
 
 
 def _find_plan(record: Record, source: str) -> tuple[Plan | None, str]:

@@ -31,7 +31,7 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> TrainingState:
-        """What became of it; one that was killed or interrupted has stopped."""
+        """The state of the training; one that was killed or interrupted has stopped."""
         last, start = self.entries[-1], self.start
         if isinstance(last, EndEntry):
             return "failed" if last.failure else "finished"

@@ -10,9 +10,9 @@ import pytest
 
 from evener.balancer.dry_run import Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
 from evener.balancer.manual_run import RunLength, timed_runs
-from evener.balancer.request import Request
-from evener.balancer.resolve import resolve_request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import solo
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
 def foresee(request: Request) -> Outlook:
     """What the dry run says; it makes no run."""
-    outlook = dry_run(request, lambda _: None, threading.Event())
+    outlook = dry_run(take_in(request), lambda _: None, threading.Event())
     assert outlook is not None
     assert not runs.list_runs()
     return outlook
@@ -62,7 +62,7 @@ def test_a_search_of_steps_that_vary_is_said_to_take_longer() -> None:
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
     """Only on the first device; what the workload raises is named."""
     phases: list[ProbeProgress] = []
-    outlook = dry_run(REAL, phases.append, threading.Event())
+    outlook = dry_run(take_in(REAL), phases.append, threading.Event())
     assert outlook is not None
     assert outlook.start_seconds > 0
     assert {one.probe.layout.shares for one in phases} == {(8,), (64,)}
@@ -75,13 +75,13 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     errors.write_text("those of the measurement before")
     with (
         pytest.raises(NoLayoutError),
-        timed_runs(resolve_request(broken), solo(2, 0, 8), 1, RunLength(0.2), threading.Event()) as turns,
+        timed_runs(take_in(broken), solo(2, 0, 8), 1, RunLength(0.2), threading.Event()) as turns,
     ):
         next(turns)
     assert errors.read_text().startswith("CPU:0, warming up: ValueError: synthetic was asked to raise")
     stop = threading.Event()
     stop.set()
-    assert dry_run(REAL, lambda _: None, stop) is None
+    assert dry_run(take_in(REAL), lambda _: None, stop) is None
 
 
 def test_a_workload_that_hangs_ends_with_the_budget() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.launch_plan import GroupKey, assign_devices, choose_engine
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve import make_prober, resolve_request
+from evener.balancer.probes.make import make_prober
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
 from evener.errors import RequestError
@@ -27,7 +28,7 @@ def asked(**fields: Any) -> Request:
 def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
     """Whatever `auto` would have taken; a solo has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
-    resolved = ResolvedRequest(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
+    resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
     assert choose_engine(resolved, GroupKey.for_layout(SPLIT)) == engine
     assert len(assign_devices(resolved, GroupKey.for_layout(SPLIT))) == children
     assert choose_engine(resolved, GroupKey.for_layout(layout_of((8, 0)))) == ""
@@ -49,20 +50,20 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
 def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     """Before anything is started."""
     with pytest.raises(RequestError, match=words):
-        resolve_request(asked(**fields))
+        take_in(asked(**fields))
 
 
 def test_limits_that_an_engine_can_keep_are_let_through(fake_nvml: Callable[..., Any]) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
     fake_nvml(2)
-    assert resolve_request(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine == "multiworker"
-    assert resolve_request(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
+    assert take_in(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine == "multiworker"
+    assert take_in(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
 
 
 @pytest.mark.slow
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for(cores_of_one_user: int) -> None:
     """Real steps of uneven shares, by the engine that nothing else would choose; the plan would name it."""
-    prober = make_prober(resolve_request(asked(engine="mirrored")))
+    prober = make_prober(take_in(asked(engine="mirrored")))
     try:
         (seen,) = prober.measure((Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event())
         assert isinstance(seen, Timed)

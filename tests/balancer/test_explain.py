@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 import pytest
 
-from evener.balancer.result.explain import Costs, explain, waiting_share
 from evener.balancer.result.layout_names import name_all, name_candidate
 from evener.balancer.result.rivals import Rival, find_larger, list_rivals
+from evener.balancer.result.verdict import find_verdict, waiting_share
+from evener.balancer.result.words import write_verdict
 from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
 from evener.balancer.search.ranking import Standing
+from evener.balancer.search.search import Search
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo
+from evener.devices.types import Device
 
 LABELS = ("GPU:0", "GPU:1")
 SOLO = Candidate("solo", solo(2, 0, 256))
@@ -20,6 +24,30 @@ EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
 SPLIT = Candidate("split", Layout("split", (150, 106)))
 PACK = Candidate("pack", pack_on(SOLO.layout, 5))
 PLACE = Candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
+
+
+class Costs:
+    """A search that knows what keeping in step and each share alone take, and nothing else."""
+
+    mean_length = 0.0
+
+    def __init__(self, sync: float | None = None, apart: float | None = None) -> None:
+        self._sync, self._apart = sync, apart
+
+    def sync_seconds(self) -> float | None:
+        return self._sync
+
+    def apart_seconds(self, _layout: Layout) -> float | None:
+        return self._apart
+
+    def results(self) -> tuple[Result, ...]:
+        return ()
+
+
+def explain(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs | None = None) -> str:
+    """The sentence of the verdict, of GPUs on one host."""
+    devices = [Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(len(labels))]
+    return write_verdict(find_verdict(cast(Search, costs or Costs()), chosen, rivals, devices))
 
 
 def result(one: Candidate, rate: float, error: float = 0.005) -> Result:
@@ -100,7 +128,7 @@ def test_a_single_device_says_what_two_would_lose_and_why() -> None:
 def test_what_does_not_shrink_with_the_share_is_named_where_it_costs_more_than_keeping_in_step() -> None:
     """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
     chosen, rivals, whole = result(SOLO, 1345), [rival(SPLIT, 0.1, 1345)], 256 / 1345
-    words = explain(chosen, rivals, LABELS, Costs(0.0004, lambda _: 0.9 * whole))
+    words = explain(chosen, rivals, LABELS, Costs(0.0004, 0.9 * whole))
     assert words.endswith(
         f"loses 9 %, because its longest part alone still takes {900 * whole:.0f} ms,"
         f" against the {1000 * whole:.0f} ms of all 256."
@@ -112,7 +140,7 @@ def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
     """A step of 2.8 ms became 7.2, and keeping in step takes 0.16 of them."""
     chosen = result(SOLO, 256 / 0.0028)
     slow = rival(SPLIT, 7.2 / 2.8 - 1, 256 / 0.0028)
-    words = explain(chosen, [slow], LABELS, Costs(0.00016, lambda _: 0.0017))
+    words = explain(chosen, [slow], LABELS, Costs(0.00016, 0.0017))
     assert words.endswith("loses 61 %: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest isn't explained.")
 
 

@@ -8,15 +8,19 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Event, Finished, ProbeProgress
-from evener.balancer.request import Request
-from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished, list_failures
+from evener.balancer.intake.request import Request
+from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished, list_failures
+from evener.balancer.result.outcome import RunEnd
+from evener.balancer.result.words import Finding, say_all
 from evener.balancer.search.decisions import Stop
 from evener.balancer.session import Session
-from evener.balancer.store.journal import Header
+from evener.balancer.store.journal import Header, ObservationEntry, Record
 from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import NoLayoutError
 
+HUNG = Finding("unfinished.preparing", {"name": "It", "seconds": 9, "devices": ["GPU:0"], "where": ""})
+WORDS = "It had not been built after 9 s on GPU:0."
 DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range(2))
 
 
@@ -32,6 +36,16 @@ def faulted(**options: object) -> NoLayoutError:
     with pytest.raises(NoLayoutError) as fault:
         driven(**options)
     return fault.value
+
+
+def record(header: Header, *seen: Observation) -> Record:
+    """The journal of a run that saw this."""
+    return Record(header, tuple(ObservationEntry(one, 1.0) for one in seen), 0)
+
+
+def late(unfinished: tuple[Finding, ...]) -> RunEnd:
+    """The time was over."""
+    return RunEnd(Stop.LATE.value, 60.0, unfinished=unfinished)
 
 
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
@@ -81,9 +95,9 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0")
     curves = tuple(CurveSketch(i, (), (), 64, None) for i in range(2))
     belief = Belief(curves, "Done.")
-    fault = explain_no_plan(header, [alone, split], belief, Stop.TIED.value, False)
+    fault = explain_no_plan(record(header, alone, split), belief, RunEnd(Stop.TIED.value, 60.0))
     assert "building: no NCCL" in fault.message
-    other = explain_no_plan(header, [alone], belief, Stop.NO_FIT.value, False)
+    other = explain_no_plan(record(header, alone), belief, RunEnd(Stop.NO_FIT.value, 60.0))
     assert other.message == f"No layout could be measured: {Stop.NO_FIT.value}"
 
 
@@ -110,8 +124,8 @@ def building(position: int, seconds: float, phase: str = "building") -> ProbePro
 def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(workload: str, words: str) -> None:
     """What was being measured is no reason."""
     running = [building(1, 28.2), building(0, 27.0), building(0, 3.0, "measuring")]
-    assert explain_unfinished(workload, DEVICES, running) == (words,)
-    (step,) = explain_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")])
+    assert say_all(find_unfinished(workload, DEVICES, running)) == (words,)
+    (step,) = say_all(find_unfinished(workload, DEVICES, [building(1, 9.0, "warming up")]))
     assert step.endswith("had not ended after 9 s on GPU:1.")
 
 
@@ -122,8 +136,8 @@ def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
     faults = {}
     for phase in ("importing", "loading", "building"):
         stopped = msgspec.structs.replace(building(0, 25.0, phase), where="/home/me/train.py:3")
-        said = explain_unfinished(header.workload, DEVICES, [stopped])
-        faults[phase] = explain_no_plan(header, [], belief, Stop.LATE.value, False, said)
+        said = find_unfinished(header.workload, DEVICES, [stopped])
+        faults[phase] = explain_no_plan(record(header), belief, late(said))
     assert "Importing had not ended after 25 s on GPU:0, at /home/me/train.py:3." in faults["importing"].message
     assert "endless loop" not in faults["importing"].remedy
     assert faults["loading"].message.startswith("The import of train.py had not ended after 25 s")
@@ -137,12 +151,11 @@ def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budge
     """Of a built-in workload, or if the user stopped it, in addition to that."""
     header = Header("run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0")
     belief = Belief((), "Done.")
-    late = explain_no_plan(header, [], belief, Stop.LATE.value, False, ("It hung.",))
-    assert (late.message, "--budget 240s" in late.remedy) == ("It hung.", True)
-    built_in = explain_no_plan(
-        msgspec.structs.replace(header, workload="keras_mnist"), [], belief, Stop.LATE.value, False, ("It hung.",)
-    )
-    assert built_in.message == "The budget of 120 s was over before anything was measured. It hung."
-    stopped = explain_no_plan(header, [], belief, Stop.INTERRUPTED.value, True, ("It hung.",))
-    assert stopped.message == "The search was stopped before anything was measured. It hung."
+    own = explain_no_plan(record(header), belief, late((HUNG,)))
+    assert (own.message, "--budget 240s" in own.remedy) == (WORDS, True)
+    listed = record(msgspec.structs.replace(header, workload="keras_mnist"))
+    built_in = explain_no_plan(listed, belief, late((HUNG,)))
+    assert built_in.message == "The budget of 120 s was over before anything was measured. " + WORDS
+    stopped = explain_no_plan(record(header), belief, RunEnd(Stop.INTERRUPTED.value, 60.0, True, (HUNG,)))
+    assert stopped.message == "The search was stopped before anything was measured. " + WORDS
     assert "--resume run" in stopped.remedy

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 import pytest
 
-from evener.balancer.result.explain_measurements import (
+from evener.balancer.result.measurements import (
     ORDER,
-    add_doubt,
-    add_taken_memory,
-    explain_doubts,
-    explain_few_steps,
-    explain_left_out,
-    explain_passes,
-    explain_taken_memory,
+    describe_doubts,
     find_doubts,
+    find_few_steps,
+    find_left_out,
+    find_pass_statistics,
+    find_taken_memory,
+    find_weakness,
 )
+from evener.balancer.result.words import Finding, say_all, write_verdict
 from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, Warned, layout_of, solo
 from evener.devices.types import Device
 from evener.tui.text.progress import DOUBTS
@@ -33,11 +35,23 @@ def timed(
     return Timed(probe, *seconds, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
 
 
+def explain_doubts(doubts: Iterable[Warned], devices: Sequence[Device], *longer: str) -> tuple[str, ...]:
+    """Each doubt as a sentence."""
+    return say_all(describe_doubts(doubts, devices, *longer))
+
+
+def weakened(doubts: Iterable[Warned]) -> str:
+    """What a verdict says of doubts."""
+    return write_verdict([Finding("split.unknown"), *find_weakness(doubts)]).partition("; but ")[2]
+
+
 def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
     """Only where a share is taken in passes, and with the smallest of them."""
-    (words,) = explain_passes(layout_of((820, 568), (410, 568)), "BatchNorm2d")
+    (words,) = say_all(find_pass_statistics(layout_of((820, 568), (410, 568)), "BatchNorm2d"))
     assert "BatchNorm2d sees one pass of 410 rows" in words
-    assert explain_passes(SPLIT, "BatchNorm2d") == explain_passes(layout_of((820, 568), (410, 568)), "") == ()
+    assert (
+        find_pass_statistics(SPLIT, "BatchNorm2d") == find_pass_statistics(layout_of((820, 568), (410, 568)), "") == []
+    )
 
 
 def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
@@ -75,9 +89,7 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
     (doubt,) = find_doubts(twice, SPLIT)
     assert (doubt.code, doubt.value) == ("changed", pytest.approx(0.3))
-    assert add_doubt("Do it.", [doubt]) == (
-        "Do it; but the machine's speed changed between measurements: measure again to be sure."
-    )
+    assert weakened([doubt]) == "the machine's speed changed between measurements: measure again to be sure."
     assert not find_doubts(twice[1:], SPLIT), "their intervals overlap"
     assert not find_doubts([timed(layout=SPLIT, step=1.3), timed(layout=EVEN)], SPLIT), "two layouts"
     alone = solo(2, 0, 8)
@@ -89,10 +101,8 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
 def test_the_verdict_says_what_weakens_it_most() -> None:
     """Noise is in its interval already."""
     doubts = find_doubts([timed(doubt) for doubt in EVERY if doubt.code not in ("not_finite", "changed")], SPLIT)
-    assert add_doubt("Do it.", doubts) == (
-        "Do it; but steps were held back while it was measured: measure again to be sure."
-    )
-    assert add_doubt("Do it.", [Warned("noisy", 0.1)]) == "Do it."
+    assert weakened(doubts) == "steps were held back while it was measured: measure again to be sure."
+    assert weakened([Warned("noisy", 0.1)]) == ""
 
 
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
@@ -100,7 +110,7 @@ def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> No
     seen = [timed(Warned("not_finite", 57.0, 1), layout=EVEN), timed(Warned("not_finite", 3.0, 0), layout=EVEN)]
     doubts = find_doubts(seen, SPLIT)
     assert doubts == (Warned("not_finite", 3.0, 0),)
-    assert add_doubt("Do it.", doubts) == "Do it; but its loss was not finite: look at it before you train."
+    assert weakened(doubts) == "its loss was not finite: look at it before you train."
     (sentence,) = explain_doubts(doubts, DEVICES)
     assert sentence.startswith("GPU:0: The loss was not finite (NaN or infinite) by step 3: ")
 
@@ -113,12 +123,11 @@ def test_noise_is_that_of_the_figure_over_all_turns() -> None:
 
 
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
-    """Per device, in a sentence and in the verdict."""
+    """Per device, in a sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
-    (sentence,) = explain_taken_memory(seen, DEVICES)
+    (sentence,) = say_all(find_taken_memory(seen, DEVICES))
     assert sentence == "GPU:1: others hold 3.0 GiB of its memory; the batches here leave it to them."
-    assert add_taken_memory("Do it.", seen, DEVICES) == "Do it; others hold memory of GPU:1, which is left to them."
-    assert add_taken_memory("Do it.", [timed()], DEVICES) == "Do it."
+    assert find_taken_memory([timed()], DEVICES) == []
 
 
 def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
@@ -130,28 +139,32 @@ def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
 def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     """One that ran somewhere is not, whatever else failed on it."""
     alone = timed(layout=solo(2, 0, 8), stage="solo")
-    (sentence,) = explain_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
+    (sentence,) = say_all(find_left_out([alone, failed(1)], DEVICES, alone.probe.layout))
     assert sentence.startswith("GPU:1 was left out, as nothing ran on it: ")
     assert "SIGABRT" in sentence
-    assert not explain_left_out([timed(), failed(1)], DEVICES, SPLIT)
+    assert not find_left_out([timed(), failed(1)], DEVICES, SPLIT)
 
 
 def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
     """Unless something ran on it again, or it has a part all the same."""
-    (sentence,) = explain_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
+    (sentence,) = say_all(find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8)))
     assert sentence.startswith("GPU:1 worked at first and then failed every time, so it was left out: ")
-    assert not explain_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
-    (sentence,) = explain_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT)
+    assert not find_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
+    (sentence,) = say_all(find_left_out([timed(), failed(1, cause="device")], DEVICES, SPLIT))
     assert sentence.startswith("GPU:1 worked at first and can't be used now: ")
+
+
+def explain_few_steps(layout: Layout, rows: int) -> str:
+    """The beginning of the verdict."""
+    return write_verdict(find_few_steps(layout, rows))
 
 
 def test_an_epoch_of_few_steps_is_said_where_the_number_of_rows_is_certain() -> None:
     """With the option that bounds it."""
-    assert explain_few_steps(SPLIT, 0) == explain_few_steps(SPLIT, 100 * (820 + 568)) == ""
+    assert find_few_steps(SPLIT, 0) == find_few_steps(SPLIT, 100 * (820 + 568)) == []
     assert explain_few_steps(SPLIT, 28000) == (
-        "An epoch is only 20 steps, as a step takes 1388 of the 28000 rows;"
-        " search with --max-global-batch 280 for 100. "
+        "An epoch is only 20 steps, as a step takes 1388 of the 28000 rows; search with --max-global-batch 280 for 100."
     )
     assert "only 1 step," in explain_few_steps(SPLIT, 2000)
     assert "An epoch is less than one step, as a step takes 1388 of the 1280 rows;" in explain_few_steps(SPLIT, 1280)
-    assert explain_few_steps(SPLIT, 64).endswith("of the 64 rows. ")
+    assert explain_few_steps(SPLIT, 64).endswith("of the 64 rows.")

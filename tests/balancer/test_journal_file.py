@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.balancer.store import journal
 from evener.balancer.store.journal import AskedEntry, Header, LaterEntry, ObservationEntry
 from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo

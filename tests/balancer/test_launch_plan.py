@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
     GroupKey,
@@ -20,7 +21,6 @@ from evener.balancer.probes.launch_plan import (
 )
 from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
-from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
 from evener.devices.child_environment import child_environment
@@ -39,9 +39,9 @@ def gpu(index: int, limit: Limit = FREE, memory_bytes: int = 1000 * MIB) -> Devi
     return Device(f"GPU-{index}", index, "H200", "gpu", memory_bytes, (), limit)
 
 
-def resolved_for(framework: str, *devices: Device) -> ResolvedRequest:
+def resolved_for(framework: str, *devices: Device) -> Job:
     """A request for some workload on these devices."""
-    return ResolvedRequest(Request(), devices, "some workload", framework)
+    return Job(Request(), devices, "some workload", framework)
 
 
 def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:

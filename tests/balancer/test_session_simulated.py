@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.balancer import resolve
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.intake import job
+from evener.balancer.intake.comparison import take_in_comparison
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import EndedEntry, ObservationEntry
@@ -430,9 +430,9 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
         asked.append(spec)
         return discover(spec, ray_address=ray_address)
 
-    monkeypatch.setattr(resolve, "discover", count)
-    session = Session(resolve_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
+    monkeypatch.setattr(job, "discover", count)
+    session = Session(take_in_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
     session.close()
     assert asked == ["sim:t4,t4"]
-    assert session._resolved.request.compare is not None
-    assert session._resolved.request.compare.families == ("solo", "even")
+    assert session._run.job.request.compare is not None
+    assert session._run.job.request.compare.families == ("solo", "even")

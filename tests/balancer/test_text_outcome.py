@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.intake.request import Request, deals_by_cost
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import Request, deals_by_cost
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
 from evener.balancer.store import replay

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
-from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cpu.slices import slices
@@ -403,7 +403,7 @@ def test_a_server_that_dies_while_it_imports_is_a_failed_probe_with_what_it_wrot
     """As a framework's own import may do; the next probe gets another server."""
     errors = tmp_path / "errors.txt"
     site(monkeypatch, tmp_path, "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)")
-    resolved = ResolvedRequest(Request(), slices(2), "synthetic", "none")
+    resolved = Job(Request(), slices(2), "synthetic", "none")
     prober = ChildProber(resolved, error_file=errors)
     (seen,) = observe(prober, solo(2, 0, 8))
     assert isinstance(seen, Failed)

@@ -323,7 +323,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     assert taken_at
     assert finished.plan.search.out_of_memory >= 1
     assert max(finished.plan.layout.batches) * 2 < 400
-    prober = child_prober(session._resolved.devices, **settings)
+    prober = child_prober(session._run.job.devices, **settings)
     layout = layout_of(finished.plan.layout.batches)
     probe = Probe(layout, "solo" if layout.kind == "solo" else "split", 0.3)
     (again,) = prober.measure((probe,), lambda _: None, threading.Event())

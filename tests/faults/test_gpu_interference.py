@@ -15,7 +15,8 @@ from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
 from evener.balancer.probes.local_host import LocalHost
-from evener.balancer.result.explain_measurements import add_doubt, explain_doubts
+from evener.balancer.result.measurements import describe_doubts, find_weakness
+from evener.balancer.result.words import say_all
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
 from evener.devices.discover import discover
 from evener.devices.nvidia.gpu_reader import HARDWARE_HEAT, POWER_CAP
@@ -101,9 +102,9 @@ def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) 
         assert 0.05 < share < 0.9
         assert device == 1
     assert isinstance(hot, Timed)
-    (sentence,) = [one for one in explain_doubts(hot.warnings, bench.devices) if "held back" in one]
+    (sentence,) = [one for one in say_all(describe_doubts(hot.warnings, bench.devices)) if "held back" in one]
     assert sentence.startswith("GPU:1: ")
-    assert "held back while it was measured" in add_doubt("Use GPU:1.", hot.warnings)
+    assert "held back while it was measured" in say_all(find_weakness(hot.warnings))[0]
 
 
 def test_a_probe_knows_what_its_gpu_and_the_idle_one_draw(nvml: Any) -> None:
@@ -135,7 +136,7 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
     assert doubts(seen)["capped"][0] > 0.2
     assert doubts(seen).get("throttled", (0.0, -1))[1] == -1
     assert isinstance(seen, Timed)
-    assert add_doubt("Use GPU:0.", [one for one in seen.warnings if one.code == "capped"]) == "Use GPU:0."
+    assert find_weakness([one for one in seen.warnings if one.code == "capped"]) == []
 
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:

@@ -19,7 +19,7 @@ def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) 
     session.close()
     assert isinstance(events[-1], Finished)
     plan = events[-1].plan
-    assert [share.device for share in plan.layout.share] == [device.id for device in session._resolved.devices]
+    assert [share.device for share in plan.layout.share] == [device.id for device in session._run.job.devices]
     assert plan.fingerprint.driver
     assert [warning.partition(" of the time")[0] for warning in plan.warnings if "busy" in warning] == [
         "GPU:1 was busy 95 %"

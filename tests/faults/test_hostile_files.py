@@ -276,11 +276,11 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
-    from evener.balancer.resolve import resolve_request
+    from evener.balancer.intake.job import take_in
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
-    resolve_request(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
+    take_in(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
     assert not (tmp_path / "ran").exists()
     assert run(["balance", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())

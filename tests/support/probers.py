@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.measurement import Timeouts
-from evener.balancer.request import Request, ResolvedRequest
 from evener.devices.types import Device
 
 
@@ -18,4 +18,4 @@ def child_prober(
     **settings: Any,
 ) -> ChildProber:
     """A prober of the workload with these settings; its owner closes it."""
-    return ChildProber(ResolvedRequest(Request(settings=settings), devices, workload, framework), timeouts)
+    return ChildProber(Job(Request(settings=settings), devices, workload, framework), timeouts)

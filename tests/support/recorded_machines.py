@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.search import Search
 from evener.balancer.store import journal
-from evener.balancer.store.replay import make_problem
 from evener.balancer.types import Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_oracle as oracle

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 
-from evener.balancer.probes.prober import Facts
-from evener.balancer.request import Request
-from evener.balancer.result.outcome import Outcome, build_outcome
+from evener.balancer.intake.request import Request
+from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store.journal import Header
+from evener.balancer.store.journal import Header, ObservationEntry, Record
 from evener.devices.types import Device
 from tests.support.search_machines import Bench, noisy
 
@@ -28,7 +27,8 @@ def draw_outcome(chance: random.Random) -> tuple[Outcome, tuple[str, ...]]:
     devices = tuple(Device(f"sim-{i}", i, "made up", "sim", None) for i in range(len(bench.devices)))
     request = Request(global_batch=batch)
     header = Header("20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0")
-    found = build_outcome(header, search, seen, Facts(), search.why_stopped() or Stop.CUT_OFF.value, 60.0)
+    record = Record(header, tuple(ObservationEntry(one, 60.0) for one in seen), 0)
+    found = build_outcome(record, search, RunEnd(search.why_stopped() or Stop.CUT_OFF.value, 60.0))
     assert found is not None
     return found, labels
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.result.explain_measurements import ORDER
+from evener.balancer.result.measurements import ORDER
 from evener.devices.simulated.machine_file import catalogue
 from evener.plan import load_plan, to_json, to_toml
 from evener.tui.cli.main import run

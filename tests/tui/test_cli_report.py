@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from evener.balancer.result.number_format import rate
 from evener.tui.cli.main import run
-from evener.tui.text.formatting import rate
 
 pytest.importorskip("matplotlib")
 

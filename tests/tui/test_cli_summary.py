@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
-from evener.balancer.result.explain import explain
+from evener.balancer.result.number_format import relative_error
+from evener.balancer.result.words import Finding, say
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
 from evener.plan import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
@@ -167,7 +168,8 @@ def test_a_figure_has_the_same_error_in_every_place() -> None:
     assert outcome_words(noisy, LABELS).endswith("± 120.0 %")
     plan = msgspec.structs.replace(PLAN, throughput=Throughput(figure.value, figure.low, figure.high))
     assert "± 120.0 %" in "\n".join(summary_lines(plan, LABELS))
-    assert "± 120.0 %" in explain(Result(noisy.probe.layout, figure, 1), (), LABELS)
+    error = relative_error(figure.value, figure.low, figure.high)
+    assert "± 120.0 %" in say(Finding("unknown.figure", {"error": error}))
 
 
 def test_what_did_not_run_is_said_in_words() -> None:

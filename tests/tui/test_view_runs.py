@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.balancer.store.journal import Header
 from evener.balancer.store.notes import RunNote
-from evener.balancer.store.runs import Run, RunSummary
+from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
@@ -81,13 +81,13 @@ def test_devices_of_several_kinds_keep_their_kinds() -> None:
     assert brief_devices(()) == ""
 
 
-def _run(script: Any, plan: Any) -> Run:
+def _run(script: Any, plan: Any) -> StoredRun:
     devices = (script.device(0), script.device(1))
     header = Header(
         "20261121-145431-fb1d", "2026-11-21T14:54:31Z", Request(), devices, "keras_maxer", "tensorflow", "1"
     )
     verdict = "Split 820 and 568: 18 % faster than even." if plan else ""
-    return Run(header, (), plan, verdict, False, "finished" if plan else "stopped")
+    return StoredRun(header, (), plan, verdict, False, "finished" if plan else "stopped")
 
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:

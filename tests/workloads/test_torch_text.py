@@ -11,8 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from evener.balancer.request import Request
-from evener.balancer.resolve import make_prober, resolve_request
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Request
+from evener.balancer.probes.make import make_prober
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.costs import Cost, Work
 from evener.errors import RequestError
@@ -237,7 +238,7 @@ def test_children_measure_rows_that_are_dealt_by_cost() -> None:
     """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as they come."""
     settings = {**SETTINGS, "median": 24.0, "width": 16}
     request = Request("cpu:0,cpu:1", workload="torch_text", framework="torch", settings=settings, share=True)
-    prober = make_prober(resolve_request(request))
+    prober = make_prober(take_in(request))
     stop = threading.Event()
 
     def time(layout: Layout, stage: Any) -> Timed:

@@ -92,7 +92,8 @@ def _print_next_step(finished: Finished, export: Path | None, replayed: int) -> 
 def result_json(finished: Finished, **more: object) -> dict[str, object]:
     """The result as data: the run, `more`, and the plan."""
     head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
-    return {**head, **more, **msgspec.to_builtins(finished.plan)}
+    found = msgspec.to_builtins(finished.findings)
+    return {**head, **more, **msgspec.to_builtins(finished.plan), "findings": found}
 
 
 def _write_error(text: str) -> None:

@@ -14,14 +14,14 @@ from contextlib import suppress
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.start_rank import STARTS
 from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import Job
+from evener.tui.launch.job import HostJob
 from evener.tui.signals import caught_signals
 
 POLL_SECONDS = 0.1
 END_SECONDS = 30.0  # that a process has to end after SIGTERM
 
 
-def run_children(job: Job) -> Ending:
+def run_children(job: HostJob) -> Ending:
     """Start the processes and wait for their end; if one fails, the others are ended."""
     with caught_signals() as caught:
         running = _start(job)
@@ -37,14 +37,14 @@ def run_children(job: Job) -> Ending:
     return Ending(failures=failures, left=tuple(first + i for i, code in codes.items() if not code))
 
 
-def _start(job: Job) -> list[subprocess.Popen[bytes]]:
+def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
     environment = job.environment(_cluster(job))
     starts = json.loads(environment[STARTS])
     command = [sys.executable, "-m", "evener.start_rank", *job.command]
     return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
 
 
-def _cluster(job: Job) -> list[dict[str, str]]:
+def _cluster(job: HostJob) -> list[dict[str, str]]:
     """TF_CONFIG of each process of this host, where there are several in all; their order is the plan's."""
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":

@@ -28,7 +28,7 @@ WAIT_SECONDS = 60.0
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
-class Job(msgspec.Struct, frozen=True):
+class HostJob(msgspec.Struct, frozen=True):
     """A training as this host starts it."""
 
     plan: Plan
@@ -65,7 +65,7 @@ class Job(msgspec.Struct, frozen=True):
         """The same on every host that has this plan."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
-    def with_a_process_each(self) -> Job:
+    def with_a_process_each(self) -> HostJob:
         """The same in processes of Keras' engine multiworker."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = arrange([device for each in self.processes for device in each], one_process=False)
@@ -98,7 +98,7 @@ class Job(msgspec.Struct, frozen=True):
 
 def make_job(
     path: Path, command: Sequence[str], host: str | None, meeting: str | None, wait_seconds: float = WAIT_SECONDS
-) -> Job:
+) -> HostJob:
     """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
     if path.exists() and not path.is_file():
         raise PlanError(f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file.")
@@ -118,7 +118,7 @@ def make_job(
     place = _parse_meeting(meeting) if meeting else (active[0].host, RENDEZVOUS_PORT)
     if place[0] and not resolve(place[0]):
         raise DeviceError(f"The host {place[0]} can't be found.", "Give its address: --rendezvous ADDRESS:PORT.")
-    return Job(
+    return HostJob(
         plan=plan,
         framework=framework,
         path=path.absolute(),

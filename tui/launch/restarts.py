@@ -23,14 +23,14 @@ from evener.state_folders import new_run_id
 from evener.tui.launch import watcher
 from evener.tui.launch.children import run_children
 from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import Job, arrange
+from evener.tui.launch.job import HostJob, arrange
 from evener.tui.launch.output import named_output
 from evener.tui.launch.working_devices import find_broken
 from evener.tui.signals import caught_signals
 from evener.tui.text.formatting import plain
 
 
-def run_job(first: Job, max_restarts: int) -> int:
+def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until all processes have ended well, one fails by its own fault, or there were too many restarts.
 
     The exit code. Unless it is 0, nothing that the training has started is left, however this process ends.
@@ -54,7 +54,7 @@ def run_job(first: Job, max_restarts: int) -> int:
     return code
 
 
-def _run(first: Job, max_restarts: int) -> int:
+def _run(first: HostJob, max_restarts: int) -> int:
     """After a loss every device is tried, also one that was left out before.
 
     On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is lost ends the
@@ -84,7 +84,7 @@ def _run(first: Job, max_restarts: int) -> int:
     raise AssertionError("count() has no end")
 
 
-def _start(job: Job, restarts_of_agents: int) -> Ending:
+def _start(job: HostJob, restarts_of_agents: int) -> Ending:
     if job.framework == "torch" and len(job.plan.layout.active) > 1:
         from evener.tui.launch.torch_agent import run_agent
 
@@ -97,7 +97,7 @@ def _start(job: Job, restarts_of_agents: int) -> Ending:
         return run_children(msgspec.structs.replace(job, output=output))
 
 
-def _make_next(first: Job, broken: Sequence[Device]) -> Job:
+def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """The training without the broken devices, by a plan of its own. PlanError if the plan has become another."""
     if load_plan(first.path) != first.plan:
         raise PlanError(f"{first.path} has changed since the training began.", "Launch it anew by the plan of now.")

@@ -10,13 +10,13 @@ from typing import Any
 
 from evener.errors import DeviceError, RequestError
 from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import Job
+from evener.tui.launch.job import HostJob
 from evener.tui.signals import restored_signals
 
 FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 
 
-def run_agent(job: Job, max_restarts: int) -> Ending:
+def run_agent(job: HostJob, max_restarts: int) -> Ending:
     """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
     more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
     environment = job.environment([more] * len(job.processes))
@@ -63,7 +63,7 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
     return Ending()
 
 
-def _meet(job: Job) -> dict[str, Any]:
+def _meet(job: HostJob) -> dict[str, Any]:
     """Where the agents of all hosts find each other; alone, at any free port."""
     if len(job.hosts) == 1:
         place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}

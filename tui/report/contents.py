@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.balancer.result.number_format import write_share
 from evener.balancer.store import journal, runs
 from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
-from evener.tui.text.formatting import plain, write_share
+from evener.tui.text.formatting import plain
 from evener.tui.text.progress import layout_words, outcome_name, outcome_words
 
 

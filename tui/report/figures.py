@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from evener.balancer.result.number_format import percent, rate, write_share
 from evener.errors import RequestError
 from evener.tui.report.contents import RunReport
-from evener.tui.text.formatting import percent, rate, write_share
 
 INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white

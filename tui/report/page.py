@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from evener.balancer.result.number_format import percent, rate, write_share
 from evener.errors import RequestError
 from evener.tui.report.contents import RankedLayout, RunReport, read_report
 from evener.tui.report.figures import (
@@ -18,7 +19,7 @@ from evener.tui.report.figures import (
     figure_module,
     save_sheet,
 )
-from evener.tui.text.formatting import duration, energy_cells, percent, rate, unbroken, write_share
+from evener.tui.text.formatting import duration, energy_cells, unbroken
 from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")

@@ -17,7 +17,7 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.event_thread import EventThread
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
@@ -43,13 +43,13 @@ class Sampled(Message):
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
-    from evener.balancer.resolve_layouts import resolve_comparison
+    from evener.balancer.intake.comparison import take_in_comparison
     from evener.balancer.search.layouts import FAMILIES
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
         families = request.compare.families
-        return Session(resolve_comparison(request, None if families == FAMILIES else families))
+        return Session(take_in_comparison(request, None if families == FAMILIES else families))
     return Session(request, **resumed)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Observed, ProbeStarted, Started
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 
 RUNS = 3
@@ -18,13 +18,14 @@ class ProbeSession(EventThread):
     """Times one layout a few times. EvenerError if the devices or the batches are wrong."""
 
     def __init__(self, request: Request, batches: Sequence[int]) -> None:
+        from evener.balancer.intake.job import take_in
         from evener.balancer.manual_run import choose_layout
-        from evener.balancer.resolve import make_prober, resolve_request
+        from evener.balancer.probes.make import make_prober
         from evener.balancer.store.locks import lock_devices
         from evener.state_folders import new_error_file
 
         super().__init__()
-        self._resolved = resolve_request(request)
+        self._resolved = take_in(request)
         devices = self._resolved.devices
         self._layout = choose_layout(len(devices), None, batches)
         self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])

@@ -14,7 +14,7 @@ import evener
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
 from evener.balancer.store.notes import RunNote
-from evener.balancer.store.runs import Run
+from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError
 from evener.state_folders import error_file
 from evener.tui.runtime.base_app import UsesApp
@@ -34,7 +34,7 @@ _FOREIGN = re.compile(rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/li
 class ContinueDialog(FieldDialog):
     """Asks how long to go on with a run, and starts that."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
         left = budget - run.seconds if budget is not None and run.state != "finished" else 0.0
         hint = f"{duration(run.seconds)} were measured. How much longer? Like 90s or 5m. What was measured is kept."

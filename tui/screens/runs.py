@@ -12,7 +12,7 @@ from textual.widget import Widget
 
 from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
-from evener.balancer.store.runs import Run, RunSummary
+from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.errors import EvenerError
 from evener.tui.runtime.run_replay import read_run, recorded_events
 from evener.tui.screens.base import SortedScreen
@@ -78,7 +78,7 @@ class RunsScreen(RunActions, SortedScreen):
 
     def __init__(self) -> None:
         super().__init__()
-        self._plans: dict[str, Run] = {}
+        self._plans: dict[str, StoredRun] = {}
 
     @property
     def chosen_run(self) -> str:

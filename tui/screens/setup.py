@@ -14,7 +14,7 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
+from evener.balancer.intake.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
 from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import Device

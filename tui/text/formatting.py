@@ -8,12 +8,6 @@ import unicodedata
 from collections.abc import Iterable
 
 from evener.balancer.result.number_format import efficiency
-from evener.balancer.result.number_format import half_width as half_width
-from evener.balancer.result.number_format import milliseconds as milliseconds
-from evener.balancer.result.number_format import percent as percent
-from evener.balancer.result.number_format import rate as rate
-from evener.balancer.result.number_format import relative_error as relative_error
-from evener.balancer.result.number_format import write_share as write_share
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.request import EFFICIENCY, Request
+from evener.balancer.intake.request import EFFICIENCY, Request
 from evener.devices.limits import write_limit
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host

@@ -9,13 +9,14 @@ import msgspec
 
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.result.explain import waiting_share
 from evener.balancer.result.layout_names import PACK_MODES, name_all
+from evener.balancer.result.number_format import half_width, percent, rate
+from evener.balancer.result.verdict import waiting_share
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
-from evener.tui.text.formatting import energy_cells, half_width, percent, plain, rate, size
+from evener.tui.text.formatting import energy_cells, plain, size
 from evener.tui.text.progress import outcome_name, share_words
 from evener.tui.text.tables import Table
 from evener.workloads.profiling import Transfer

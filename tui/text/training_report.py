@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from evener.balancer.result.number_format import rate
 from evener.balancer.store.trainings import TrainingRecord
 from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
-from evener.tui.text.formatting import count_words, duration, plain, rate
+from evener.tui.text.formatting import count_words, duration, plain
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of
 WORTH_SAYING = 0.05  # by so much steps/s have to differ from those of the last line

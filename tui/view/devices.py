@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.result.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
-from evener.tui.text.formatting import rate
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
 from evener.tui.view.charts import bar, nice_ceiling, spark, work_bar
 from evener.tui.view.figures import (

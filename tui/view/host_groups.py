@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from evener.balancer.result.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
-from evener.tui.text.formatting import rate
 from evener.tui.view.cells import Line, Span, clean, cut, pad, span_cells
 from evener.tui.view.figures import gib
 from evener.tui.view.marks import Marks

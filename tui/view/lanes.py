@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from evener.balancer.result.number_format import percent, rate
 from evener.balancer.session_state import (
     SessionState,
     best_solo,
@@ -13,7 +14,7 @@ from evener.balancer.session_state import (
     own_speed,
 )
 from evener.devices.types import DeviceSample
-from evener.tui.text.formatting import duration, percent, rate
+from evener.tui.text.formatting import duration
 from evener.tui.text.progress import share_words
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow

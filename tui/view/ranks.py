@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from evener.balancer.result.number_format import milliseconds, percent
 from evener.devices.host.training_rates import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live_files import Doing, LiveDevice, Training
-from evener.tui.text.formatting import duration, milliseconds, percent
+from evener.tui.text.formatting import duration
 from evener.tui.view.cells import clean
 
 SILENT_STEPS = 3.0  # a report that is late by so many steps: the rank hangs, validates, or has gone

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.result.number_format import rate
 from evener.balancer.session_state import SessionState, first_state
-from evener.balancer.store.runs import Run, RunSummary
-from evener.tui.text.formatting import duration, note_words, rate
+from evener.balancer.store.runs import RunSummary, StoredRun
+from evener.tui.text.formatting import duration, note_words
 from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
 from evener.tui.view.marks import Marks
@@ -108,7 +109,7 @@ def run_grid(width: int) -> Grid[RunSummary]:
     return Grid(columns, _GROWTH, {"note": 40, "devices": 40, "ratios": 40, "workload": 60})
 
 
-def _end_state(run: Run) -> SessionState:
+def _end_state(run: StoredRun) -> SessionState:
     """A run's end as the Balance screen shows it."""
     finished = None
     if run.plan is not None:
@@ -117,7 +118,7 @@ def _end_state(run: Run) -> SessionState:
     return msgspec.structs.replace(state, finished=finished, ended=True)
 
 
-def _state_words(run: Run) -> str:
+def _state_words(run: StoredRun) -> str:
     count = len(run.observations)
     made = f"after {count} measurement{'s' * (count != 1)}"
     if run.state == "failed":
@@ -127,7 +128,7 @@ def _state_words(run: Run) -> str:
     )
 
 
-def plan_lines(run: Run, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
     name = f" {clean(run.header.run)} "
     title = line(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from evener.balancer.result.number_format import rate
 from evener.devices.types import DeviceSample
-from evener.tui.text.formatting import rate
 from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.charts import nice_ceiling
 from evener.tui.view.figures import samples_rate, short, watts

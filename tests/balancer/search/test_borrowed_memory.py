@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
-from evener.balancer.store.replay import make_problem
 from evener.balancer.types import OutOfMemory, Problem
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from tests.support import recorded_machines

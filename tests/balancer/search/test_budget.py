@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import explain_retreats, explain_short_budget, explain_unmeasured
+from evener.balancer.result.outcome import RunEnd, find_retreats, find_short_budget, find_unmeasured
+from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
@@ -111,14 +112,19 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     assert max(placed) < again
 
 
+def short_budget(search: Search, prober: SlowStarts, why: str) -> str:
+    """What the verdict begins with."""
+    return write_verdict(find_short_budget(search, prober.seen, RunEnd(why, 20.0)))
+
+
 def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
     """With one in which a split is measured; nothing is said of it where one was, or of an interrupt."""
     search, prober = split_only(20.0)
-    words = explain_short_budget(search, prober.seen, Stop.BUDGET.value)
+    words = short_budget(search, prober, Stop.BUDGET.value)
     assert words.startswith("The budget of 20 s was over before any split was measured: starting processes took 12 s")
-    assert explain_short_budget(search, prober.seen, Stop.INTERRUPTED.value) == ""
+    assert short_budget(search, prober, Stop.INTERRUPTED.value) == ""
     search, prober = split_only(float(words.partition("--budget ")[2].partition("s should")[0]))
-    assert explain_short_budget(search, prober.seen, Stop.BUDGET.value) == ""
+    assert short_budget(search, prober, Stop.BUDGET.value) == ""
 
 
 def split_only(budget: float) -> tuple[Search, SlowStarts]:
@@ -135,8 +141,8 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: flo
     assert missing
     assert search.best() is not None
     assert search.why_stopped() == Stop.BUDGET.value
-    assert explain_unmeasured(search, LABELS, interrupted=True) == ()
-    (sentence,) = explain_unmeasured(search, LABELS)
+    assert say_all(find_unmeasured(search, 2, interrupted=True)) == ()
+    (sentence,) = say_all(find_unmeasured(search, 2))
     assert "pack of 2" in sentence
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert budget < enough < 400
@@ -158,7 +164,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
 ) -> None:
     """Packs leave time for a turn of every candidate; the budget that is named has it too."""
     search, _ = packed(budget, start, *modes)
-    *_, sentence = explain_unmeasured(search, ("SIM:0",))
+    *_, sentence = say_all(find_unmeasured(search, 1))
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
@@ -172,7 +178,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
 
 def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
     search, _ = packed(600.0, 3.0, "")
-    assert explain_unmeasured(search, ("SIM:0",)) == ()
+    assert say_all(find_unmeasured(search, 1)) == ()
     assert search.ranking()[0].candidate.layout.processes in (5, 6, 7)
 
 
@@ -228,7 +234,7 @@ def test_slow_starts_give_exploration_a_larger_part_but_no_longer_probes() -> No
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
     assert search.unmeasured() == ()
-    assert explain_unmeasured(search, LABELS) == explain_retreats(search, LABELS) == ()
+    assert say_all(find_unmeasured(search, 2)) == say_all(find_retreats(search, 2)) == ()
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
@@ -242,7 +248,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     towers = [one.candidate.layout for one in found.ranking() if one.candidate.layout.placement == "towers"]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
     assert found.broken() == ()
-    assert any("ran out of memory" in line and "measured instead" in line for line in explain_retreats(found, LABELS))
+    assert any("ran out of memory" in line and "measured instead" in line for line in say_all(find_retreats(found, 2)))
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:

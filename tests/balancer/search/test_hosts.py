@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from evener.balancer.events import Finished
+from evener.balancer.intake.request import Request
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import Request
 from evener.balancer.search.host_choice import split_over_hosts
 from evener.balancer.search.model.sync_cost import ExchangeCosts, fit_exchange_costs
 from evener.balancer.search.search import Search

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.events import Finished, Observed
-from evener.balancer.request import Request
+from evener.balancer.intake.request import Request
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.ranking import TIE
 from evener.balancer.search.search import Search

@@ -13,7 +13,9 @@ import typer
 
 from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
-from evener.balancer.session import Request, Session
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.tui.cli.options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
@@ -25,8 +27,6 @@ from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import align
 
-_CHANGEABLE = ("budget_seconds", "pace", "share", "compare")  # without effect on earlier measurements
-_OPTIONS = {"settings": "--set"}
 MILLISECONDS_BELOW = 9.95  # seconds, up to which a step is given in milliseconds
 app = typer.Typer()
 
@@ -57,18 +57,13 @@ def balance(
     if dry_run:
         if resume is not None or export is not None:
             raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
-        return _run_dry(request, as_json)
-
-    def make() -> Session:
-        if resume is not None:
-            _check_resumed(request, resume)
-        return Session(request, resume=resume, extend_seconds=extend_seconds)
+        return _run_dry(take_in(request), as_json)
 
     def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
         lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns())
         print(json_text(result_json(finished)) if as_json else "\n".join(lines), flush=True)
 
-    return run_session(make, show, export, as_json)
+    return run_session(lambda: Session(request, resume=resume, extend_seconds=extend_seconds), show, export, as_json)
 
 
 def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:
@@ -89,21 +84,7 @@ def _read_budget(request: Request, budget: str | None, resume: str | None) -> tu
     return msgspec.structs.replace(request, budget_seconds=seconds), None
 
 
-def _check_resumed(request: Request, resume: str) -> None:
-    """RequestError if an option differs from the run's own, whose measurements would not apply."""
-    header, unsaid = runs.load_run(resume).header, Request()
-    kept = msgspec.structs.replace(header.request, workload=header.workload)
-    for field in Request.__struct_fields__:
-        given = getattr(request, field)
-        if field not in _CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
-            option = _OPTIONS.get(field, f"--{field.replace('_', '-')}")
-            raise RequestError(
-                f"--resume continues the run's own request, and {option} differs from it.",
-                f"Leave {option} out, or start a new run.",
-            )
-
-
-def _run_dry(request: Request, as_json: bool) -> int:
+def _run_dry(job: Job, as_json: bool) -> int:
     """Build, step and print what a search would do; returns the exit code."""
     stop, phases = threading.Event(), set[str]()
 
@@ -113,7 +94,7 @@ def _run_dry(request: Request, as_json: bool) -> int:
             print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
 
     with stopped_by_signals(stop.set, "stopping") as caught:
-        outlook = dry_run(request, report, stop)
+        outlook = dry_run(job, report, stop)
     if outlook is None:
         return caught[0] if caught else 1
     print(json_text(outlook) if as_json else "\n".join(_outlook_lines(outlook)), flush=True)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from evener.balancer.events import Finished
+from evener.balancer.intake.comparison import take_in_comparison
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.layout_profile import LayoutProfile, profile_ranking
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve_layouts import resolve_comparison
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.tui.cli.options import (
@@ -65,7 +65,7 @@ def compare(
 ) -> int:
     """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
     check_one_form(form, as_json)
-    resolved = resolve_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
+    resolved = take_in_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
@@ -85,7 +85,7 @@ def compare(
     return run_session(lambda: Session(resolved), show, export, as_json)
 
 
-def _profiled(resolved: ResolvedRequest, found: Search) -> list[LayoutProfile]:
+def _profiled(resolved: Job, found: Search) -> list[LayoutProfile]:
     """Profile the ranking; a signal ends it early and keeps what was profiled."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping the profile"):

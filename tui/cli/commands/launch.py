@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from evener.balancer.result.number_format import write_share
 from evener.errors import RequestError
 from evener.tui.cli.options import RayAddressOption
-from evener.tui.launch.job import Job, make_job
-from evener.tui.text.formatting import duration, plain, write_share
+from evener.tui.launch.job import HostJob, make_job
+from evener.tui.text.formatting import duration, plain
 from evener.tui.text.launch_line import write_line
 from evener.tui.text.parsing import parse_duration
 
@@ -69,19 +70,19 @@ def launch(
     return code
 
 
-def _name(job: Job) -> str:
+def _name(job: HostJob) -> str:
     """The script without its folder, or -m and the module."""
     return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
 
 
-def _list_shares(job: Job) -> str:
+def _list_shares(job: HostJob) -> str:
     """5 rows on CPU:0, 2 × 410 on GPU:1."""
     devices = (device for process in job.processes for device in process)
     pairs = zip(job.own, devices, strict=True)
     return ", ".join(f"{write_share(share.batch, share.micro)} rows on {device.label}" for share, device in pairs)
 
 
-def _say_other_hosts(job: Job, max_restarts: int) -> None:
+def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
     """Print what to run on each other host."""
     restarts = ["--max-restarts", str(max_restarts)] if max_restarts else []
     for other in job.hosts:

@@ -10,17 +10,19 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve import resolve_request
-from evener.balancer.result.explain_measurements import explain_doubts
+from evener.balancer.result.measurements import describe_doubts
+from evener.balancer.result.number_format import half_width, rate, write_share
+from evener.balancer.result.words import say_all
 from evener.balancer.types import Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.tui.cli.options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
 from evener.tui.cli.session_runner import stopped_by_signals
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, energy_cells, half_width, plain, rate, size, write_share
+from evener.tui.text.formatting import duration, energy_cells, plain, size
 from evener.tui.text.parsing import check_one_form, parse_duration
 from evener.tui.text.safe_documents import json_text
 from evener.tui.text.tables import Table, csv_text
@@ -67,7 +69,7 @@ def probe(
     length = _parse_length(seconds, steps)
     check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
-    resolved = resolve_request(msgspec.structs.replace(request, devices=spec))
+    resolved = take_in(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
     finished: list[TimedRun] = []
     stop = threading.Event()
@@ -121,7 +123,7 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 
 
-def _announce(resolved: ResolvedRequest, repeat: int, length: RunLength) -> None:
+def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
     _print_notes((*resolved.notes, f"{runs}, besides warm-up"))
@@ -138,7 +140,7 @@ def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device
     error = half_width(figure.value, figure.low, figure.high)
     _print_notes([f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}"])
     remedy = "more --steps" if length.steps else "a longer --seconds"
-    _print_notes(explain_doubts(run.warnings, devices, remedy))
+    _print_notes(say_all(describe_doubts(run.warnings, devices, remedy)))
 
 
 def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> list[Row]:

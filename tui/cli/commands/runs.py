@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import typer
 
+from evener.balancer.result.number_format import rate
 from evener.balancer.store import runs as store
-from evener.balancer.store.runs import Run, RunSummary, State
+from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trainings import TrainingRecord
 from evener.errors import RequestError
 from evener.tui.cli.options import JsonOption, RunName
 from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, folded, note_words, plain, rate
+from evener.tui.text.formatting import duration, folded, note_words, plain
 from evener.tui.text.parsing import parse_duration, parse_words
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import observation_words
@@ -149,7 +150,7 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
     }
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: StoredRun) -> dict[str, Any]:
     header = msgspec.to_builtins(run.header)
     return {
         "run": run.header.run,

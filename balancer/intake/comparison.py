@@ -1,4 +1,4 @@
-"""Which layouts a comparison can measure on this machine, and why not the others."""
+"""The layouts that a comparison can measure on this machine, and why not the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.request import Request, ResolvedRequest
-from evener.balancer.resolve import resolve_request
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
 from evener.balancer.search.layouts import FAMILIES, Family, Knob, LayoutOptions, PackMode, Placement
 from evener.devices.registry import find_backend
 from evener.devices.types import group_by_host
@@ -20,17 +20,17 @@ SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")
 
 
-def resolve_comparison(
+def take_in_comparison(
     request: Request, layouts: Sequence[str] | None = None, mps: bool = False, knobs: Sequence[str] = ()
-) -> ResolvedRequest:
-    """The request as `resolve_request` has it, with the layouts that can be compared here.
+) -> Job:
+    """The request as `take_in` has it, with the layouts that can be compared here.
 
     What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
     nothing is left.
     """
     families = _choose("--layouts", layouts or FAMILIES, FAMILIES)
     knobs = _choose("--try", knobs, KNOBS)
-    resolved = resolve_request(request)
+    resolved = take_in(request)
     notes: list[str] = []
     placements = _find_placements(resolved)
     reasons = {family: _why_impossible(resolved, family, placements) for family in families}
@@ -63,14 +63,14 @@ def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[s
     return [word for word in allowed if word in words]
 
 
-def _find_placements(resolved: ResolvedRequest) -> tuple[Placement, ...]:
+def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     if resolved.machine is not None:
         return tuple(Placement(one.name, one.devices) for one in resolved.machine.placements)
     entry = registry.find(resolved.workload, resolved.framework if resolved.framework != "none" else "")
     return tuple(Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE)
 
 
-def _why_impossible(resolved: ResolvedRequest, family: str, placements: Sequence[Placement]) -> str:
+def _why_impossible(resolved: Job, family: str, placements: Sequence[Placement]) -> str:
     """Why a family of layouts can't be measured; empty if it can."""
     if family in ("even", "split", "place") and len(resolved.devices) < 2:
         return f"{family} needs two devices, and there is one ({resolved.devices[0].label})"
@@ -84,7 +84,7 @@ def _why_impossible(resolved: ResolvedRequest, family: str, placements: Sequence
     return f"{resolved.workload} has no placements; {', '.join(names)} and {last} have some"
 
 
-def _pack_modes(resolved: ResolvedRequest, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
+def _pack_modes(resolved: Job, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
     """Plain processes; on GPUs also logical devices in TensorFlow, and MPS if it was asked for and is installed."""
     modes: list[PackMode] = [""]
     backend = find_backend(resolved.devices[0].kind)

@@ -1,4 +1,4 @@
-"""What a user asks for, and what that means on this machine."""
+"""A user's request, and the job that it means on this machine."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Request(msgspec.Struct, frozen=True):
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 
-class ResolvedRequest(msgspec.Struct, frozen=True):
-    """A request with the devices, workload and framework that it means here."""
+class Job(msgspec.Struct, frozen=True):
+    """A request that was checked, with the devices, the workload and the framework that it means here."""
 
     request: Request
     devices: tuple[Device, ...]
@@ -64,13 +64,13 @@ class ResolvedRequest(msgspec.Struct, frozen=True):
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """Whether a share may be computed in passes: it is asked for, and the training's way of stepping can."""
+    """True if a share may be computed in passes: it is asked for, and the training's way of stepping can."""
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device or request.engine == "mirrored")
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
-    """Whether rows of unequal length are dealt by what they cost: that takes passes, and PyTorch's loader."""
+    """True if rows of unequal length are dealt by what they cost: that takes passes, and PyTorch's loader."""
     possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
     return possible and request.objective != "samples"
 

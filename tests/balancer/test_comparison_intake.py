@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.request import Request
-from evener.balancer.resolve_layouts import resolve_comparison
+from evener.balancer.intake.comparison import take_in_comparison
+from evener.balancer.intake.request import Request
 from evener.devices.nvidia.mps import PROGRAM
 
 
@@ -24,7 +24,7 @@ def request_of_two(fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatc
 
 
 def test_mps_without_its_program_is_left_out_in_words(request_of_two: Request) -> None:
-    wanted = resolve_comparison(request_of_two, mps=True).request.compare
+    wanted = take_in_comparison(request_of_two, mps=True).request.compare
     assert wanted is not None
     assert wanted.pack_modes == ("",)
     assert any("--mps was left out" in note and PROGRAM in note for note in wanted.left_out)
@@ -33,7 +33,7 @@ def test_mps_without_its_program_is_left_out_in_words(request_of_two: Request) -
 def test_mps_is_a_mode_of_its_own_where_its_program_is(request_of_two: Request, tmp_path: Path) -> None:
     (tmp_path / PROGRAM).write_text("#!/bin/sh\n")
     (tmp_path / PROGRAM).chmod(0o755)
-    wanted = resolve_comparison(request_of_two, mps=True).request.compare
+    wanted = take_in_comparison(request_of_two, mps=True).request.compare
     assert wanted is not None
     assert wanted.pack_modes == ("", "mps")
     assert wanted.left_out == ()
@@ -44,9 +44,9 @@ def test_somebody_elses_daemon_is_told_as_plain_processes_share_through_it(
 ) -> None:
     """It is known by the file that it keeps its process id in."""
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
-    wanted = resolve_comparison(request_of_two).request.compare
+    wanted = take_in_comparison(request_of_two).request.compare
     assert wanted is not None
     assert any("MPS daemon is already running" in note for note in wanted.left_out)
-    alone = resolve_comparison(request_of_two, ["solo", "even"]).request.compare
+    alone = take_in_comparison(request_of_two, ["solo", "even"]).request.compare
     assert alone is not None
     assert alone.left_out == ()

@@ -1,0 +1,17 @@
+"""The prober of a job's devices: real children, or simulated devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evener.balancer.intake.request import Job
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.prober import Prober
+from evener.balancer.probes.simulated import SimulatedProber
+
+
+def make_prober(job: Job, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
+    """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`."""
+    if job.machine is not None:
+        return SimulatedProber(job.machine, job.request.seed, job.request.pace, start_seconds)
+    return ChildProber(job, start_seconds=start_seconds, error_file=error_file)

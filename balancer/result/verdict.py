@@ -1,0 +1,267 @@
+"""The verdict of a search: what to do and why, as findings whose sentences follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from evener.balancer.result.gains import is_certain, is_rough, printed_gain
+from evener.balancer.result.layout_names import list_shares
+from evener.balancer.result.number_format import relative_error
+from evener.balancer.result.rivals import Rival, find_larger, name_rivals
+from evener.balancer.result.words import Finding
+from evener.balancer.search.layouts import is_even
+from evener.balancer.search.search import Search
+from evener.balancer.types import Interval, Layout, Result, Timed
+from evener.costs import Cost
+from evener.devices.types import Device
+
+MOST_TIES = 3  # named in the sentence
+USUAL_ROWS = 8  # of a pass
+COVERS = 0.8  # of a loss: what is named as its cause
+
+
+def find_verdict(search: Search, chosen: Result, rivals: Sequence[Rival], devices: Sequence[Device]) -> list[Finding]:
+    """The parts of the verdict: what to do and why, with the figures."""
+    labels = [device.label for device in devices]
+    advice = _advise(chosen, labels, search.mean_length)
+    if not is_certain(chosen.throughput):
+        return [advice, Finding("unknown.figure", {"error": _error(chosen.throughput)})]
+    compared = [one for one in rivals if one.compared]
+    return [
+        advice,
+        _describe_figure(search, chosen),
+        *_find_gains(chosen, compared, labels),
+        *_find_split_losses(search, chosen, rivals, labels),
+        *_find_other_losses(chosen, compared),
+        *_find_larger(chosen, compared),
+        *_find_knobs(chosen, compared),
+        *_find_ties(chosen, rivals, len(labels)),
+        *_find_left_out_hosts(search, chosen, devices),
+    ]
+
+
+def waiting_share(seen: Sequence[Timed]) -> float | None:
+    """The part of a step in which the busiest device waits for others or for data; None where that isn't measured."""
+    own = _own_seconds(seen)
+    if own is None or any(one.step_seconds <= 0 for one in seen):
+        return None
+    return fmean(max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True))
+
+
+def work_gap(seen: Sequence[Timed]) -> float | None:
+    """By how much the devices' own work differs, as a part of the longest; None where that isn't measured."""
+    own = _own_seconds(seen)
+    if own is None or any(max(each) <= 0 for each in own):
+        return None
+    return fmean(1 - min(each) / max(each) for each in own)
+
+
+def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
+    """The own work of each device that computes, by measurement; None where one of them is unknown."""
+    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
+    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
+    return None if missing or not own else own
+
+
+def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
+    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a few usual rows."""
+    speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
+    return tuple(speed / sum(speeds) for speed in speeds)
+
+
+def _advise(chosen: Result, labels: Sequence[str], row_tokens: float) -> Finding:
+    """The layout to take."""
+    layout = chosen.layout
+    code: str = layout.kind
+    values: dict[str, Any] = {
+        "devices": [labels[i] for i in layout.active],
+        "samples": layout.global_batch,
+        "shares": list_shares(layout),
+        "knobs": list(layout.knobs),
+    }
+    if layout.costs:
+        code, values["ratios"] = "cost", [ratio for ratio in cost_ratios(layout.costs, row_tokens) if ratio]
+    elif code == "split" and is_even(layout):
+        code = "even"
+    elif code == "split":
+        values["ratios"] = [layout.shares[i] / layout.global_batch for i in layout.active]
+    more: dict[str, dict[str, Any]] = {
+        "pack": {"trainings": layout.processes, "mode": layout.placement},
+        "place": {"placement": layout.placement},
+        "solo": {"alone": len(labels) > 1},
+    }
+    return Finding(f"advice.{code}", values | more.get(code, {}))
+
+
+def _describe_figure(search: Search, chosen: Result) -> Finding:
+    """Samples/s, or tokens/s with what belongs to them."""
+    layout, speed = chosen.layout, chosen.throughput.value
+    figure = {"samples_per_second": speed, "error": _error(chosen.throughput)}
+    if not search.mean_length:
+        return Finding("figure.samples", figure)
+    gap = work_gap(search.turns(layout)) if len(layout.active) > 1 else None
+    more = {"tokens_per_second": speed * search.mean_length, "padding": search.padding(layout), "gap": gap}
+    return Finding("figure.tokens", figure | more)
+
+
+def _find_gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> Iterator[Finding]:
+    """What a layout over several devices, or of several trainings, gains over an even split and one device alone."""
+    layout = chosen.layout
+    if layout.kind == "split" and not is_even(layout):
+        even = _first(rivals, "even", devices=len(layout.active))
+        if even:
+            yield _compare(chosen, even, "even_by_rows" if layout.costs else "even")
+    single = _first(rivals, "solo")
+    if layout.kind == "solo" or single is None:
+        return
+    (position,) = single.candidate.layout.active
+    yield _compare(chosen, single, labels[position])
+    if layout.kind == "pack":  # trainings side by side lose each
+        own = layout.global_batch * layout.processes / chosen.throughput.value
+        times = own / (single.candidate.layout.global_batch / single.throughput.value)
+        yield Finding("each.slower", {"times": times})
+
+
+def _compare(chosen: Result, rival: Rival, over: str) -> Finding:
+    """What the chosen layout gains over a rival, or that they tie."""
+    values = {"over": over, **_comparison(chosen, rival)}
+    if rival.tie:
+        return Finding("gain.tie", values)
+    gain = rival.gain_of(chosen)
+    size = {"gain": gain} if gain >= 0 else {"loss": -gain}
+    return Finding("gain.faster" if gain >= 0 else "gain.slower", size | values)
+
+
+def _comparison(chosen: Result, rival: Rival) -> dict[str, Any]:
+    """The rival's samples a step, where the chosen layout has others, and whether both were measured in turn."""
+    batch = rival.candidate.layout.global_batch
+    return {"batch": batch if batch != chosen.layout.global_batch else None, "paired": rival.paired}
+
+
+def _lose_or_win(group: str, chosen: Result, rival: Rival, **values: Any) -> Finding:
+    """What a rival loses; one that is faster, as something else has decided, says that."""
+    values |= _comparison(chosen, rival)
+    loss = 1 - 1 / (1 + rival.gain_of(chosen))
+    if rival.gain < 0:
+        return Finding(f"{group}.faster", {"gain": -loss, **values})
+    return Finding(f"{group}.loses", {"loss": loss, **values})
+
+
+def _find_split_losses(
+    search: Search, chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
+) -> Iterator[Finding]:
+    """What the best split loses and why, if another layout is chosen; or why nothing is said of it."""
+    if chosen.layout.kind == "split" or len(labels) < 2:
+        return
+    splits = [one for one in rivals if one.family in ("even", "split")]
+    split = next((one for one in splits if one.compared), None)
+    if split:
+        layout, speed = split.candidate.layout, split.throughput.value
+        values = {"devices": [labels[i] for i in layout.active], "samples_per_second": speed}
+        if split.tie:
+            yield Finding("split.tie", values | _comparison(chosen, split))
+            return
+        said = _lose_or_win("split", chosen, split, **values)
+        yield said
+        if said.code == "split.loses" and (cause := _find_cause(search, chosen, split)):
+            yield cause
+    elif any(not is_certain(one.throughput) for one in splits):
+        yield Finding("split.unknown")
+    elif chosen.layout.kind == "solo":
+        yield Finding("split.unmeasured", {"batch": chosen.layout.global_batch if splits else None})
+
+
+def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
+    """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
+    split = rival.candidate.layout
+    apart, known = search.apart_seconds(split), search.sync_seconds()
+    if chosen.layout.kind != "solo" or (apart is None and known is None):
+        return None
+    batch, sync, share = split.global_batch, known or 0.0, max(split.shares)
+    took, whole = (batch / one.throughput.value for one in (rival, chosen))
+    kept = (apart or 0.0) - whole * share / batch
+    if kept > sync and kept >= COVERS * (took - whole):
+        same = batch == chosen.layout.global_batch
+        return Finding("cause.longest_part", {"longest_seconds": apart, "whole": [whole, batch] if same else None})
+    if sync >= COVERS * (took - whole):
+        return Finding("cause.sync", {"sync_seconds": sync})
+    return Finding("cause.unexplained", {"step_seconds": took, "longest_seconds": apart})
+
+
+def _find_other_losses(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
+    """What packs and placements lose."""
+    for family in ("pack", "place"):
+        rival = _first(rivals, family)
+        if chosen.layout.kind != family and rival is not None and not rival.tie:
+            layout = rival.candidate.layout
+            yield _lose_or_win(family, chosen, rival, trainings=layout.processes, placement=layout.placement)
+
+
+def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
+    """What a larger global batch would add, where the tolerance chose a smaller one."""
+    larger = find_larger(chosen, rivals)
+    if larger is not None and not larger.tie:
+        about = not larger.paired and is_rough(chosen.throughput, larger.throughput)
+        gain = 1 / (1 + larger.gain_of(chosen)) - 1
+        values = {"samples": larger.candidate.layout.global_batch, "gain": gain, "paired": larger.paired}
+        yield Finding("larger.adds_about" if about else "larger.adds", values)
+
+
+def _find_knobs(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
+    """What each knob gave or took, whichever way the chosen layout has it."""
+    for one in rivals:
+        layout, gain = one.candidate.layout, one.gain_of(chosen)
+        if layout.knobs:
+            code, values = "knob.loses", {"knobs": list(layout.knobs), "loss": 1 - 1 / (1 + gain), "paired": one.paired}
+        elif chosen.layout.knobs and msgspec.structs.replace(chosen.layout, knobs=()) == layout:
+            code, values = "knob.gives", {"knobs": list(chosen.layout.knobs), "gain": gain, "paired": one.paired}
+        else:
+            continue
+        yield Finding("knob.same" if one.tie else code, values)
+
+
+def _find_ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> Iterator[Finding]:
+    """Packs and placements that tie, and those of which too little is certain."""
+    names = name_rivals(chosen, rivals, devices)
+    tied = [pair for pair in zip(names, rivals, strict=True) if pair[1].tie and pair[1].family in ("pack", "place")]
+    for code, unclear in (("tie.certain", False), ("tie.unclear", True)):
+        found = [name for name, one in tied if one.unclear == unclear][:MOST_TIES]
+        if found:
+            yield Finding(code, {"layouts": found})
+
+
+def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Device]) -> Iterator[Finding]:
+    """The hosts that a chosen split leaves out and why, where a split over more of them was measured as slower."""
+
+    def list_hosts(layout: Layout) -> list[str]:
+        return list(dict.fromkeys(devices[i].host for i in layout.active))
+
+    own = list_hosts(chosen.layout)
+    wider = [one for one in search.results() if len(list_hosts(one.layout)) > len(own)]
+    fastest = max(wider, key=lambda one: one.throughput.value, default=None)
+    if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
+        return
+    there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
+    seconds, loss = search.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
+    values = {
+        "hosts": [host for host in there if host not in own],
+        "most": len(there),
+        "batch": batch if batch != chosen.layout.global_batch else None,
+        "samples_per_second": speed,
+        "loss": loss,
+        "network_seconds": seconds if seconds >= COVERS * loss * batch / speed else None,
+    }
+    yield Finding("hosts.left_out", values)
+
+
+def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
+    found = (one for one in rivals if one.family == family)
+    return next((one for one in found if devices is None or len(one.candidate.layout.active) == devices), None)
+
+
+def _error(figure: Interval) -> float:
+    return relative_error(figure.value, figure.low, figure.high)

@@ -1,0 +1,169 @@
+"""A run that goes on: a new one, or an old one that is taken up again, with its lock and its journal."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import msgspec
+
+from evener import __version__
+from evener.balancer.intake.job import take_in
+from evener.balancer.intake.request import Job, Request
+from evener.balancer.search.search import Search
+from evener.balancer.store import journal, replay, runs
+from evener.balancer.store.journal import EndedEntry, Header, Journal, LaterEntry, Record
+from evener.balancer.store.locks import lock_devices, lock_run
+from evener.balancer.types import Failed, Timed
+from evener.errors import RequestError
+from evener.state_folders import new_run_id
+
+CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
+
+
+class Run:
+    """A run's journal, what it has recorded so far, and the locks that keep others off it and its devices.
+
+    `raised_budget` is the budget if it isn't that with which the run began. With `spend_all` the run had ended, and
+    was given more time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        record: Record,
+        opened: Journal,
+        locks: ExitStack,
+        raised_budget: float | None = None,
+        spend_all: bool = False,
+    ) -> None:
+        self.job, self.record = job, record
+        self.raised_budget = raised_budget
+        self.replayed = len(record.seen)
+        self._journal, self._locks, self._spend_all = opened, locks, spend_all
+
+    def write(self, entry: LaterEntry) -> None:
+        """Record an entry, on disk first; RequestError if the journal can't be written."""
+        self._journal.append(entry)
+        self.record = msgspec.structs.replace(self.record, entries=(*self.record.entries, entry))
+
+    def make_search(self) -> Search:
+        """A search with everything that the run has recorded."""
+        seen = (entry.seen for entry in self.record.seen)
+        return replay.make_search(self.record.header, seen, self.record.facts, self._spend_all)
+
+    def close(self) -> None:
+        """Close the journal and release the run and its devices; safe to call twice."""
+        self._locks.close()
+
+
+def open_run(request: Request | Job, resume: str | None = None, extend_seconds: float | None = None) -> Run:
+    """Begin a run, or go on with the one that `resume` names; RequestError or DeviceError if it can't begin."""
+    if resume is not None:
+        return reopen(resume, request.request if isinstance(request, Job) else request, extend_seconds)
+    return begin(request if isinstance(request, Job) else take_in(request))
+
+
+def begin(job: Job) -> Run:
+    """Make a run; DeviceError if another session has the devices."""
+    run = new_run_id()
+    with ExitStack() as locks:
+        if not job.request.share:
+            locks.enter_context(lock_devices(run, job.devices))
+        created = time.strftime(runs.CREATED, time.gmtime())
+        header = Header(
+            run, created, job.request, job.devices, job.workload, job.framework, __version__, job.largest_share,
+            job.notes,
+        )  # fmt: skip
+        try:
+            locks.enter_context(lock_run(run))
+            opened = journal.create(runs.journal_path(run), header)
+        except BaseException:
+            runs.forget_empty(run)
+            raise
+        locks.callback(opened.close)
+        return Run(job, Record(header, (), 0), opened, locks.pop_all())
+
+
+def reopen(name: str, request: Request, extend_seconds: float | None = None) -> Run:
+    """Go on with a run; RequestError if it is going on, or was measured by another request or on other devices.
+
+    Its own request counts, except for `pace`, `share` and a new budget. `extend_seconds` is a budget from here on.
+    """
+    run = runs.find(name)
+    with ExitStack() as locks:
+        locks.enter_context(lock_run(run))
+        opened, record = journal.reopen(runs.journal_path(run))
+        locks.callback(opened.close)
+        _check_hope(record)
+        header = record.header
+        _check_request(header, request)
+        before, budget = _read_budget(record), _choose_budget(record, request, extend_seconds)
+        wanted = msgspec.structs.replace(
+            header.request,
+            pace=request.pace,
+            share=request.share,
+            budget_seconds=budget,
+            ray_address=request.ray_address or header.request.ray_address,
+        )
+        job = take_in(wanted)
+        _check_devices(header, job)
+        if not request.share:
+            locks.enter_context(lock_devices(run, job.devices))
+        more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
+        return Run(
+            msgspec.structs.replace(job, devices=header.devices),
+            msgspec.structs.replace(record, header=msgspec.structs.replace(header, request=wanted)),
+            opened,
+            locks.pop_all(),
+            raised_budget=None if budget == header.request.budget_seconds else budget,
+            spend_all=more and record.ended is not None and not record.ended.interrupted,
+        )
+
+
+def _choose_budget(record: Record, request: Request, extend_seconds: float | None) -> float | None:
+    """The budget of a run that goes on: extended, as requested, or its own."""
+    if extend_seconds is not None:
+        return replay.read_clock(record) + extend_seconds
+    given = request.budget_seconds
+    return _read_budget(record) if given == Request().budget_seconds else given
+
+
+def _read_budget(record: Record) -> float | None:
+    """The run's own budget: that of its last end if it was raised before that, else that of its request."""
+    ends = [entry for entry in record.entries if isinstance(entry, EndedEntry)]
+    raised = ends[-1].budget_seconds if ends else None
+    return record.header.request.budget_seconds if raised is None else raised
+
+
+def _check_request(header: Header, request: Request) -> None:
+    """RequestError if an option differs from the run's own, whose measurements would not apply."""
+    kept, unsaid = msgspec.structs.replace(header.request, workload=header.workload), Request()
+    for field in Request.__struct_fields__:
+        given = getattr(request, field)
+        if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
+            option = "--set" if field == "settings" else f"--{field.replace('_', '-')}"
+            raise RequestError(
+                f"--resume continues the run's own request, and {option} differs from it.",
+                f"Leave {option} out, or start a new run.",
+            )
+
+
+def _check_hope(record: Record) -> None:
+    """RequestError for a run in which the workload's own code failed before anything ran: it has nothing to keep."""
+    seen = [entry.seen for entry in record.seen]
+    wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
+    if wrong is not None and not any(isinstance(one, Timed) for one in seen):
+        message = f"The run {record.header.run} failed, and nothing was measured: {wrong.detail.rstrip('.')}."
+        raise RequestError(message, "Correct that and start a new run.")
+
+
+def _check_devices(header: Header, found: Job) -> None:
+    then, now = ([(each.host, each.id, each.cores) for each in devices] for devices in (header.devices, found.devices))
+    if then != now:
+        before, here = (", ".join(f"{host}/{name}" if host else name for host, name, _ in each) for each in (then, now))
+        where = "the cluster" if found.devices[0].host else "this machine"
+        raise RequestError(
+            f"The run {header.run} was measured on {before}; {where} has {here}.",
+            "Resume it where it began, or start a new run.",
+        )
