@@ -48,8 +48,9 @@ class Candidates:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """Those that did not fail in the race."""
-        return tuple(one for one in self.all if self.seen.broken(one.layout) is None)
+        """Those that did not fail in the race and have all their devices."""
+        here = (one for one in self.all if not self.seen.gone.intersection(one.layout.active))
+        return tuple(one for one in here if self.seen.broken(one.layout) is None)
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:

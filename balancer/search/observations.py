@@ -38,7 +38,7 @@ class Observations:
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._taken: dict[int, int] = {}  # position -> most bytes that others were seen to hold
-        self._gone: set[int] = set()  # devices that are no longer there
+        self.gone: set[int] = set()  # devices that are no longer there
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
@@ -56,7 +56,8 @@ class Observations:
             self._failures[probe] += 1
             self._failed_seconds[probe] += seen.elapsed_seconds
             if seen.cause == "device" and self._failures[probe] >= TRIES:
-                self._gone.update(seen.devices)
+                self.gone.update(seen.devices)
+                self._devices.clear()
         else:
             self._shrink(seen.short_bytes)
         before = self._seen.get(probe)
@@ -166,7 +167,7 @@ class Observations:
 
     def _still_fits(self, layout: Layout) -> bool:
         place = layout.kind, layout.active
-        if self._gone.intersection(layout.active):
+        if self.gone.intersection(layout.active):
             return False
         if place not in self._refuted:
             self._refuted[place] = self._refute(place)
@@ -315,8 +316,12 @@ class Observations:
     def _lost(self, position: int, explored: list[Observation]) -> str:
         """Why the device is left out, or empty.
 
-        It failed for good, alone or named by a split of 3 or more; a failure in a pair is blamed on the pair.
+        It has gone, in whatever stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
+        is blamed on the pair.
         """
+        if position in self.gone:
+            fatal = (one for one in self._seen.values() if isinstance(one, Failed) and position in one.devices)
+            return next(one.detail for one in fatal if one.cause == "device")
         for one in explored:
             if not isinstance(one, Failed) or not self._final(one) or self._blames_passes(position, one):
                 continue

@@ -95,6 +95,14 @@ def test_the_most_rows_by_a_time_are_what_trying_every_share_finds(
     assert abs(curve.largest(seconds, 400, quantum) - found) <= quantum
 
 
+@given(pass_curves(), st.integers(2, 2000))
+def test_a_share_in_passes_ends_at_known_times(curve: PassCurve, ceiling: int) -> None:
+    """They rise, and the last is that of the ceiling."""
+    times = curve.breakpoints(ceiling)
+    assert times == sorted(set(times))
+    assert curve.seconds(ceiling) in times
+
+
 @given(pass_curves())
 def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(curve: PassCurve) -> None:
     assert curve.seconds(curve.wall) == curve.curve.seconds(curve.wall)
@@ -282,3 +290,13 @@ def test_the_oracle_tries_every_pass_size(points: list[tuple[int, float]], wall:
     every = [min(device.seconds(b, k) for k in range(-(-b // wall), b + 1)) for b in range(1, 49)]
     assert np.all(oracle.step_times(device, wall, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
     assert oracle.step_times(device, wall, 48) == pytest.approx(every, rel=0.05)
+
+
+def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:
+    """A device takes it in passes; which hosts share it is decided by the times at which passes end."""
+    machine = Machine(tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0))
+    search = Search(Problem(4, (round(1200.5 * (1 << 20)),) * 4, global_batch=512, hosts=(0, 1, 2, 3)))
+    search.run(RecordingProber(machine, 0).measure)
+    best = search.best()
+    assert best is not None
+    assert len(best.layout.active) == 4
