@@ -14,8 +14,7 @@ from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error, relative_half_width
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan import BEST_SINGLE, EVEN_SPLIT, Plan

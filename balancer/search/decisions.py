@@ -1,4 +1,4 @@
-"""What a search does next and why it ended, in words, and what it believes of a device, to be drawn."""
+"""What a search does next and why it ended, in words; and what it believes of a device, to be drawn or planned with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import msgspec
 
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.types import CurveSketch, Layout, Probe, Problem
+from evener.curves import Curve
+from evener.plan_layout import Knots
 
 SKETCHED = 24  # points of a curve for drawing
+DIGITS = 6  # significant ones, of a curve in a plan
 WHY_SOLO = (
     "a first time",
     "the slope of time and memory",
@@ -77,6 +80,28 @@ def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
         points = tuple((size, curve.seconds(size)) for size in sizes)
     seen = tuple((p.batch, p.seconds) for p in device.alone)
     return CurveSketch(position, points, seen, largest, device.memory.failed)
+
+
+def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+    """Each device's curve up to the global batch, and the rows of a pass that surely fit; nothing unless it trains."""
+    found: list[tuple[Knots, int]] = [((), 0)] * len(layout.shares)
+    for i in layout.active:
+        curve = model.in_splits[i]
+        if curve is not None:
+            most = min(model.safe_limits[i], model.pass_rows[i] or layout.global_batch, layout.global_batch)
+            found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
+    return tuple(found)
+
+
+def _cut_curve(curve: Curve, batch: int) -> Knots:
+    """The knots below a batch, and the curve there."""
+    bends = len(curve.batches) if curve.bent else 1
+    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
+    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
+
+
+def _round(figure: float) -> float:
+    return float(f"{figure:.{DIGITS}g}")
 
 
 def explain_race(probe: Probe, layouts: int) -> str:

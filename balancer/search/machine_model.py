@@ -18,7 +18,7 @@ from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.curves import Curve, PassCurve, step_in_passes
 from evener.waterfill import DeviceCurve

@@ -12,10 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from evener.balancer.search.layouts import is_no_larger
-from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.evidence import DeviceEvidence, read_points
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.observation_order import order_probe, rank_observation
-from evener.balancer.search.timed_points import read_points
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")

@@ -16,8 +16,7 @@ import msgspec
 
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns
-from evener.balancer.search.statistics import normal_cdf, normal_density, student
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import normal_cdf, normal_density, relative_error, student
 from evener.balancer.types import Interval, Layout, Power, Problem, Timed
 
 TIE = 0.01  # relative; a smaller difference is not worth a change

@@ -15,7 +15,7 @@ from evener.balancer.search.model.device_groups import FEWEST_COMMON, is_noise
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
 from evener.costs import RankCost, Work
 from evener.dealing import Deal, Dealer

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.statistics import relative_error
+from evener.balancer.types import Observation, Timed
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
@@ -22,6 +25,26 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     alone_in_passes: tuple[Point, ...] = ()  # as in the first two, but in several passes
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
+
+
+def read_points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
+    """Whole steps, or the device's own part of them, with standard errors.
+
+    Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    """
+    found: list[tuple[Timed, float]] = []
+    for one in seen:
+        seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
+        if isinstance(one, Timed) and seconds:
+            found.append((one, seconds))
+    own = [relative_error(one) for one, _ in found]
+    steps = [max(1, one.steps) for one, _ in found]
+    noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
+    for (one, seconds), error, count in zip(found, own, steps, strict=True):
+        layout = one.probe.layout
+        wide = max(error, noise / math.sqrt(count))
+        yield Point(layout.shares[position], seconds, wide, layout.passes(position))
 
 
 def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]) -> tuple[DeviceEvidence, ...]:

@@ -24,7 +24,7 @@ from evener.balancer.search.ranking import (
     throughput,
     unsettled,
 )
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate("solo", solo(2, 0, 100))
