@@ -28,9 +28,7 @@ SHORT = "the slope beyond the fastest batch is met by one point, and the peak be
 FLAT = "no batch is tried whose step is longer than a limit that lies below any step of this machine"
 DOUBTED = "a measurement that was held back counts like any other"
 JUMP = "where times are flat the next batch is 39 times as large"
-LOST = "a device that is lost in the race stays in the model"
 TODAY = {
-    "crash_four_hosts --global-batch 512": "an assertion in the prediction of finish times",
     "falling_samples --budget 200s": SHORT,
     "falling_samples": SHORT,
     "flat_slow_steps": FLAT,
@@ -40,9 +38,6 @@ TODAY = {
     "larger_budget_worse --global-batch 2048": "one device alone takes the whole budget before the first split",
     "larger_budget_worse --budget 60s": FLAT,
     "larger_budget_worse": FLAT,
-    "lost_in_race": LOST,
-    "lost_in_race from 12 s": LOST,
-    "lost_in_race from 16 s": LOST,
     "neighbour_during_splits from 2 s": DOUBTED,
     "neighbour_during_splits from 6 s": DOUBTED,
     "slow_third_device": "a round waits for its slowest device, so none is worth it",
