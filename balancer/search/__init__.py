@@ -43,8 +43,8 @@ packs, placements or other knobs ran is the choice among the layouts of the race
 
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `solo_stage`,
 `split_stage`, `candidates`, `race`, `ranking` (what to measure next, and who won), `predictions` and `evener.waterfill`
-(which layouts are worth it), `observations` (the evidence), `machine_model` and `model/` (curves, memory, contention
-and exchange from noisy points), `budget`, `decisions` (the same in words).
+(which layouts are worth it), `observations` (the evidence), `machine_model`, `bounds` and `model/` (curves, memory,
+contention and exchange from noisy points), `budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

@@ -123,7 +123,7 @@ class Candidates:
         """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
         batch, devices = self._problem.global_batch or 0, self._problem.devices
         layouts = [self._model.lay_out_safely(solo(devices, i, batch).shares) for i in self._model.live]
-        safe = [layout for layout in layouts if layout is not None and self._model.fits(layout)]
+        safe = [layout for layout in layouts if layout is not None and self._model.bounds.hold(layout)]
         return sorted(safe, key=lambda layout: -self._single_rate(layout, contended=False))
 
     def _single_rate(self, layout: Layout, contended: bool = True) -> float:
@@ -140,7 +140,7 @@ class Candidates:
         alone = {layout.active[0]: layout for layout in reversed(ranked)}
         splits = most_efficient(self._predictions, self._problem.max_slowdown or 0.0)
         layouts = [*alone.values(), *map(self._predictions.layout, splits)]
-        return [Candidate(find_family(layout), layout, True) for layout in layouts if self._model.fits(layout)]
+        return [Candidate(find_family(layout), layout, True) for layout in layouts if self._model.bounds.hold(layout)]
 
     # ------------------------------------------------------------------ several devices
 
@@ -150,13 +150,13 @@ class Candidates:
         if not found:
             fastest = self._predictions.fastest_split if self._model.splits else None
             layout = self._predictions.layout(fastest) if fastest else None
-            return [self._model.level(layout)] if layout and self._model.safely_fits(layout) else []
+            return [self._model.level(layout)] if layout and self._model.bounds.surely_hold(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
         layouts += self._on_other_hosts(chosen, found)
         if chosen.in_passes and (one_pass := self._predictions.one_pass_split):
             layout = self._predictions.layout(one_pass)
-            layouts += [layout] if self._model.safely_fits(layout) else []
+            layouts += [layout] if self._model.bounds.surely_hold(layout) else []
         return [self._level(layout) for layout in layouts]
 
     def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
@@ -168,7 +168,7 @@ class Candidates:
     def _level(self, layout: Layout) -> Layout:
         """Equal shares if they safely fit and no measurement could distinguish them from the layout's."""
         level = self._model.level(layout)
-        return level if self._model.safely_fits(level) else layout
+        return level if self._model.bounds.surely_hold(level) else layout
 
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
@@ -201,7 +201,7 @@ class Candidates:
         gain = worthwhile_gain(self._problem.tolerance)
         if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
             wanted.append(fastest)
-        return [layout for layout in map(predictions.layout, wanted) if self._model.safely_fits(layout)]
+        return [layout for layout in map(predictions.layout, wanted) if self._model.bounds.surely_hold(layout)]
 
     def _evens(self, splits: list[Layout]) -> list[Candidate]:
         """The even split over all live devices; where scaling is asked for, also over 2, 4, ... of the fastest."""
@@ -216,7 +216,7 @@ class Candidates:
     def _even(self, positions: tuple[int, ...], splits: list[Layout]) -> Layout | None:
         """At the fixed batch, else at the preferred split's or the best single's for each device; as far as it fits."""
         count, quantum = len(positions), self._quantum
-        least = min(self._model.devices[i].memory.largest_safe(self._model.cap, quantum) for i in positions)
+        least = min(self._model.bounds.safe[i] for i in positions)
         batch = self._problem.global_batch
         if batch is None:
             batch = self._even_batch(positions, splits)

@@ -73,7 +73,7 @@ def explain_text(layout: Layout) -> str:
 def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
     """A device's curve, for whoever draws it."""
     device, curve = model.devices[position], model.alone[position]
-    largest = model.limits[position] or device.memory.ran or None
+    largest = model.bounds.walls[position] or device.memory.ran or None
     points: tuple[tuple[int, float], ...] = ()
     if curve and largest:
         sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
@@ -88,7 +88,7 @@ def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int],
     for i in layout.active:
         curve = model.in_splits[i]
         if curve is not None:
-            most = min(model.safe_limits[i], model.pass_rows[i] or layout.global_batch, layout.global_batch)
+            most = min(model.bounds.safe[i], model.pass_rows[i] or layout.global_batch, layout.global_batch)
             found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
     return tuple(found)
 

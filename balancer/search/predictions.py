@@ -48,10 +48,10 @@ class Predictions:
         """The live devices by their solo curves, up to the largest useful batch that may fit."""
         model = self.model
         for i in model.live:
-            curve, limit = model.alone[i], model.devices[i].memory.largest_to_try(model.cap, self._quantum)
+            curve, limit = model.alone[i], model.bounds.alone(i)
             if curve and limit:
                 device = DeviceCurve(i, curve, limit)
-                useful = limit if self._problem.global_batch is not None else model.useful_limit(device)
+                useful = limit if self._problem.global_batch is not None else model.bounds.useful(device)
                 yield DeviceCurve(i, curve, useful)
 
     @cached_property
@@ -98,13 +98,13 @@ class Predictions:
         """
         if not self.model.splits or not self._problem.tolerance or self._problem.global_batch is not None:
             return False
-        return all(d.curve.simple and self.model.useful_limit(d) < d.limit for d in self.model.split_curves)
+        return all(d.curve.simple and self.model.bounds.useful(d) < d.limit for d in self.model.split_curves)
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
         reach = FAR_REACH if self.extrapolates else REACH
-        limits = ((d, self.model.reachable_limit(d, reach)) for d in self.model.split_curves)
+        limits = ((d, self.model.bounds.reachable(d, reach)) for d in self.model.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes
@@ -127,7 +127,9 @@ class Predictions:
     def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
         model = self.model
         return {
-            i: b for i, b in shares if b > model.limits[i] and model.pass_rows[i] and model.extra_seconds[i] is None
+            i: b
+            for i, b in shares
+            if b > model.bounds.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None
         }
 
     def _try_passes(self, hopeful: bool) -> Allocation | None:
@@ -143,7 +145,9 @@ class Predictions:
             for device in model.split_curves
         ):
             return None
-        return self._split([model.in_passes(device, model.largest_share, hopeful) for device in model.split_curves])
+        return self._split(
+            [model.in_passes(device, model.bounds.asked_in_passes, hopeful) for device in model.split_curves]
+        )
 
     # ------------------------------------------------------------------ one device
 
@@ -163,13 +167,13 @@ class Predictions:
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        curve, limit, batch = self.model.alone[position], self.model.limits[position], self._problem.global_batch
+        curve, limit, batch = self.model.alone[position], self.model.bounds.walls[position], self._problem.global_batch
         if curve is None or not limit:
             return None
         if batch is not None:
             device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.model.reachable_limit(DeviceCurve(position, curve, limit), REACH_ALONE)
+        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit), REACH_ALONE)
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
     @cached_property

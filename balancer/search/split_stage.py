@@ -97,7 +97,7 @@ class SplitStage:
         """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
-        walled = any(share >= self._model.limits[i] for i, share in wanted.shares)
+        walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
         return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
@@ -153,4 +153,4 @@ class SplitStage:
 
     def _safely_fits(self, wanted: Allocation) -> bool:
         layout = self._predictions.layout(wanted)
-        return self._model.safely_fits(layout) and self._model.knows_passes(layout)
+        return self._model.bounds.surely_hold(layout) and self._model.knows_passes(layout)

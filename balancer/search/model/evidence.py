@@ -26,6 +26,10 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
+    def out_of_use(self, quantum: int) -> bool:
+        """Whether it failed for good, or ran out of memory at the smallest share."""
+        return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
+
 
 def read_points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
     """Whole steps, or the device's own part of them, with standard errors.
