@@ -9,7 +9,6 @@ from operator import gt
 
 from evener.balancer.search.bounds import Bounds
 from evener.balancer.search.layouts import same_measurement, split_evenly
-from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
 from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
@@ -75,9 +74,9 @@ class MachineModel:
         return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
-        """Its solo points, slowed by contention, and its own part of splits."""
+        """Its solo points, measured while the others work too, and its own part of splits."""
         device = self.devices[position]
-        return (*slow_by_contention(device, self.alone[position]), *device.in_splits)
+        return (*device.alone, *device.in_splits)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
