@@ -45,29 +45,24 @@ class Decision(msgspec.Struct, frozen=True):
     ended: str | None = None
 
 
-def explain_solo(probe: Probe) -> str:
-    """A batch on every device alone."""
-    if probe.layout.in_passes:
-        return "Measures devices alone in several passes: what each further pass costs."
-    return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
-
-
-def explain_split(model: MachineModel, probe: Probe) -> str:
-    """A real step, or one device while the others are idle."""
-    if probe.stage == "rest":
-        why = "it may beat every split" if model.splits else "what every split has to beat"
-        return f"Measures device {probe.layout.active[0]} alone while the others are idle: {why}."
-    first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
-    return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
-
-
-def explain_text(layout: Layout) -> str:
-    """What rows of unequal length are measured for."""
+def explain_exploring(probe: Probe, split_before: bool) -> str:
+    """What is learnt next: from every device alone, a real step, or one device while the others are idle."""
+    layout = probe.layout
     if layout.length:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
-    if layout.kind == "solo":
-        return "Measures every device alone: the global batch, dealt by what its rows cost."
-    return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+    if layout.costs:
+        if probe.stage == "solo":
+            return "Measures every device alone: the global batch, dealt by what its rows cost."
+        return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+    if probe.stage == "solo":
+        if layout.in_passes:
+            return "Measures devices alone in several passes: what each further pass costs."
+        return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
+    if probe.stage == "rest":
+        why = "it may beat every split" if split_before else "what every split has to beat"
+        return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
+    first = "what the last ones showed" if split_before else "the fastest that the curves predict"
+    return f"Measures a real step split over {len(layout.active)} devices: {first}."
 
 
 def sketch_curve(model: MachineModel, position: int) -> CurveSketch:

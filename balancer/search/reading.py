@@ -9,14 +9,17 @@ from __future__ import annotations
 from functools import cached_property
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.candidates import Candidates, TextCandidates
+from evener.balancer.search.candidates import Candidates
+from evener.balancer.search.device_model import DeviceModel
 from evener.balancer.search.layouts import Candidate, LayoutOptions, find_family, same_measurement
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.race import Race
 from evener.balancer.search.ranking import Standing, choose_winner, throughput
+from evener.balancer.search.rows import RowDevices
 from evener.balancer.search.text_model import TextModel
+from evener.balancer.search.texts import TextDevices
 from evener.balancer.types import Layout, Problem, Result, Timed
 
 
@@ -32,11 +35,11 @@ class Explored:
         return Predictions(MachineModel(self._problem, self._seen, self._longest_step))
 
     @cached_property
-    def text(self) -> TextModel | None:
-        """What rows of unequal length cost; None where they are all of one length, as far as is known."""
+    def devices(self) -> DeviceModel:
+        """By the lengths of rows, or where these are all equal as far as is known, by their number."""
         if not self._problem.lengths:
-            return None
-        return TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step)
+            return RowDevices(self.predictions)
+        return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step))
 
     @cached_property
     def _longest_step(self) -> float | None:
@@ -66,9 +69,9 @@ class Reading:
         return self._explored.predictions.model
 
     @property
-    def text(self) -> TextModel | None:
-        """What rows of unequal length cost; None where they are all of one length, as far as is known."""
-        return self._explored.text
+    def devices(self) -> DeviceModel:
+        """What is predicted of the devices, and what they should run next."""
+        return self._explored.devices
 
     @property
     def with_splits(self) -> bool:
@@ -83,9 +86,7 @@ class Reading:
     @cached_property
     def candidates(self) -> Candidates:
         """The layouts of the race."""
-        if self.text:
-            return TextCandidates(self.problem, self.options, self.predictions, self.budget, self.text)
-        return Candidates(self.problem, self.options, self.predictions, self.budget)
+        return Candidates(self.options, self.devices, self.model, self.budget)
 
     @cached_property
     def race(self) -> Race:
@@ -122,16 +123,10 @@ class Reading:
         return self.seen.still_fit(ran) or ran
 
     def _ran(self) -> dict[Layout, list[Timed]]:
-        """Every layout that ran as one training; of a free batch, without a device alone in passes.
-
-        That would be no gain over fewer passes of a smaller batch.
-        """
+        """Every layout that ran as one whole training."""
         found = self.seen.timed(("solo", "rest", "split", "race"))
-        free = self.problem.global_batch is None
-        allowed = {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
-        if self.text:  # a device alone with a few rows is no training
-            return {one: turns for one, turns in allowed.items() if one.costs or (one.by_rows and one.kind == "split")}
-        return {one: turns for one, turns in allowed.items() if one.kind == "split" or not (free and one.in_passes)}
+        trainings = {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+        return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
 
     def raced(self, layout: Layout) -> dict[int, Timed]:
         """Every turn that a layout took in the race, or with other knobs."""

@@ -11,13 +11,9 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import (
     Decision,
     Stop,
+    explain_exploring,
     explain_nobody,
     explain_race,
-    explain_solo,
-    explain_split,
-    explain_text,
-    explain_too_long,
-    plan_curves,
     sketch_curve,
 )
 from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode
@@ -26,10 +22,8 @@ from evener.balancer.search.observations import Observations
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
 from evener.balancer.search.reading import Reading, result_of
-from evener.balancer.search.solo_stage import SMALL, SoloStage
-from evener.balancer.search.split_stage import SplitStage
+from evener.balancer.search.solo_stage import SMALL
 from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.search.text_stage import TextStage
 from evener.balancer.types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from evener.plan_layout import Knots
 
@@ -113,10 +107,8 @@ class Search:
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
         model = self._reading.model
-        if not model.live:
-            return Decision((), "Nothing more can be measured.", explain_nobody(model))
-        if self._reading.text and not self._reading.text.can_hold(model.live):
-            return Decision((), "Nothing more can be measured.", explain_too_long(self.problem))
+        if why := (explain_nobody(model) if not model.live else self._reading.devices.why_none()):
+            return Decision((), "Nothing more can be measured.", why)
         if self._explores(model) and (decision := self._explore(self._reading.budget)):
             return decision
         if decision := self._repeat(ROUGH):
@@ -152,14 +144,8 @@ class Search:
 
     def _explore(self, budget: Budget) -> Decision | None:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
-        if self._reading.text:
-            probes = TextStage(self._reading.text, budget, self._reading.with_splits).next_probes()
-            return Decision(probes, explain_text(probes[0].layout)) if probes else None
-        if probes := SoloStage(self._reading.predictions, budget).next_probes():
-            return Decision(probes, explain_solo(probes[0]))
-        if probe := SplitStage(self._reading.predictions, budget, self._reading.with_splits).next_probe():
-            return Decision((probe,), explain_split(self._reading.model, probe))
-        return None
+        probes = self._reading.devices.next_probes(budget, self._reading.with_splits)
+        return Decision(probes, explain_exploring(probes[0], bool(self._reading.devices.splits))) if probes else None
 
     def _explores(self, model: MachineModel) -> bool:
         """Whether exploration may go on.
@@ -248,14 +234,11 @@ class Search:
 
     def network_seconds(self, hosts: int) -> float:
         """How much longer synchronization takes over so many hosts than on one; 0 where that isn't known."""
-        return 0.0 if self._reading.text else self._reading.model.exchange.across[hosts]
+        return self._reading.devices.network_seconds(hosts)
 
     def sync_seconds(self) -> float | None:
         """The cost of keeping as many devices in step as the widest split has; None before any was measured."""
-        if self._reading.text:
-            splits = self._reading.text.splits
-            return self._reading.text.sync_seconds(splits[-1].probe.layout.active) if splits else None
-        return self._reading.model.sync_seconds
+        return self._reading.devices.sync_seconds()
 
     @property
     def mean_length(self) -> float:
@@ -272,14 +255,11 @@ class Search:
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
-        curves = [(self._reading.model.alone[i], layout.shares[i]) for i in layout.active if not self._reading.text]
-        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+        return self._reading.devices.apart_seconds(layout)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
-        if self._reading.text or layout.kind != "split":
-            return (((), 0),) * self.problem.devices
-        return plan_curves(self._reading.model, layout)
+        return self._reading.devices.curves(layout)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 
