@@ -125,12 +125,12 @@ def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> li
     """What a layout over several devices, or of several trainings, gains over an even split and one device alone."""
     layout = chosen.layout
     reasons = []
-    if layout.kind == "split" and not is_even(layout):
+    if layout.traits.together and not is_even(layout):
         even = _first(rivals, "even", devices=len(layout.active))
         name = "the even split of rows as they come" if layout.costs else "the even split"
         reasons += [_compare(chosen, name, even)] if even else []
     single = _first(rivals, "solo")
-    if layout.kind != "solo" and single is not None:
+    if not layout.traits.alone and single is not None:
         reasons.append(_gain_over_one(chosen, single, labels))
     return reasons
 
@@ -140,7 +140,7 @@ def _gain_over_one(chosen: Result, single: Rival, labels: Sequence[str]) -> str:
     layout = chosen.layout
     (position,) = single.candidate.layout.active
     reason = _compare(chosen, f"{labels[position]} alone", single)
-    if layout.kind != "pack":
+    if not layout.traits.side_by_side:
         return reason
     own = layout.global_batch * layout.processes / chosen.throughput.value
     times = own / (single.candidate.layout.global_batch / single.throughput.value)
@@ -173,14 +173,14 @@ def _whole(share: float) -> str:
 def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], costs: Costs) -> list[str]:
     """What the best split, pack and placement lose, if another layout is chosen."""
     clauses = []
-    if chosen.layout.kind != "split" and len(labels) > 1:
+    if not chosen.layout.traits.together and len(labels) > 1:
         splits = [one for one in rivals if one.family in ("even", "split")]
         split = next((one for one in splits if one.compared), None)
         if split:
             clauses.append(_split_loses(chosen, split, labels, costs))
         elif any(not is_certain(one.throughput) for one in splits):
             clauses.append("how fast a split over several devices is isn't known")
-        elif chosen.layout.kind == "solo":
+        elif chosen.layout.traits.alone:
             near = f" near {chosen.layout.global_batch} samples" if splits else ""
             clauses.append(f"no split over several devices was measured{near}")
     return clauses + _others_lose(chosen, [one for one in rivals if one.compared])
@@ -226,7 +226,7 @@ def _cause(chosen: Result, rival: Rival, costs: Costs) -> str:
     """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
     split = rival.candidate.layout
     apart = costs.apart_seconds(split)
-    if chosen.layout.kind != "solo" or (apart is None and costs.sync_seconds is None):
+    if not chosen.layout.traits.alone or (apart is None and costs.sync_seconds is None):
         return ""
     batch, sync, share = split.global_batch, costs.sync_seconds or 0.0, max(split.shares)
     took, whole = (batch / one.throughput.value for one in (rival, chosen))

@@ -25,7 +25,7 @@ def explain_hosts(
     own = list_hosts(chosen.layout)
     wider = [one for one in results if len(list_hosts(one.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
-    if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
+    if not chosen.layout.traits.together or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return ""
     there = list_hosts(fastest.layout)
     seconds = network_seconds(len(there))

@@ -34,7 +34,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
     names: list[str] = []
     for one in found:
         name = name_candidate(one, devices)
-        if name in names or (names and found[0].layout.kind == "split" and name == BEST_SPLIT):
+        if name in names or (names and found[0].layout.traits.together and name == BEST_SPLIT):
             name = f"another {name.removeprefix('best ')}"
         if name in names:
             name = f"{name}, {list_samples(one.layout)}"

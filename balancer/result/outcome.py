@@ -270,7 +270,7 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
         layout.shares,
         micros=layout.pass_rows,
         ratios=cost_ratios(layout.costs, row_tokens) if layout.costs else None,
-        engine=engine if layout.kind == "split" else "",
+        engine=engine if layout.traits.together else "",
         processes=layout.processes,
         placement=layout.placement,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
 from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.result.layout_names import name_all
-from evener.balancer.search.layouts import Candidate, is_even
+from evener.balancer.search.layouts import Candidate, Family, is_even
 from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.types import Interval, Result
 
@@ -44,7 +45,7 @@ def list_rivals(
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
-    raced = any(one.candidate.family == "solo" for one in ranking) or (single and single.layout == chosen.layout)
+    raced = any(one.candidate.layout.traits.alone for one in ranking) or (single and single.layout == chosen.layout)
     return (
         *_fastest_split(chosen, ranking, results),
         *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
@@ -53,7 +54,7 @@ def list_rivals(
 
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    splits = [one for one in results if one.layout.kind == "split" != chosen.layout.kind]
+    splits = [one for one in results if one.layout.traits.together and not chosen.layout.traits.together]
     found = [compare(chosen, Candidate("split", one.layout), one.throughput) for one in splits]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
@@ -80,13 +81,13 @@ def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standin
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
     """A name for each, beside the chosen layout's own."""
     layout = chosen.layout
-    family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
+    family = cast(Family, "even" if is_even(layout) else layout.kind)
     return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
     """The fastest layout of one training with more samples, if it is faster than the chosen one."""
-    if chosen.layout.kind not in ("solo", "split"):
+    if not chosen.layout.traits.by_shares:
         return None
     faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
     larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]

@@ -191,7 +191,7 @@ class Budget:
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
-        if layout.kind == "pack" and (starts := self._pack_starts()):
+        if layout.traits.side_by_side and (starts := self._pack_starts()):
             return _extrapolate_start(starts, layout.processes)
         return self._solo_start * STARTS[layout.kind] * layout.processes
 
@@ -213,7 +213,7 @@ class Budget:
         """(trainings, median seconds that their start took), the fewest first."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
-            if seen.probe.layout.kind == "pack" and seen.start_seconds:
+            if seen.probe.layout.traits.side_by_side and seen.start_seconds:
                 found[seen.probe.layout.processes].append(seen.restart_seconds)
         return [(size, median(seconds)) for size, seconds in sorted(found.items())]
 
@@ -258,14 +258,14 @@ class Budget:
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, estimated from the devices alone; 0 if none of them ran."""
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
-        rate = (sum if layout.kind == "split" else max)(rates or [0.0])
+        rate = (sum if layout.traits.together else max)(rates or [0.0])
         return layout.global_batch * layout.processes / rate if rate else 0.0
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
         rates: dict[int, float] = {}
         for seen in self._timed:
-            if seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
+            if seen.probe.layout.traits.alone and not seen.probe.layout.length:
                 (position,) = seen.probe.layout.active
                 rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
         return rates

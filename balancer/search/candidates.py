@@ -84,7 +84,7 @@ class Candidates:
         """Without splits that no measurement could distinguish from an even split, or from one before them."""
         kept: list[Candidate] = []
         for one in found:
-            splits = [other.layout for other in kept if other.layout.kind == one.layout.kind == "split"]
+            splits = [other.layout for other in kept if other.layout.traits.together and one.layout.traits.together]
             by_rows = [layout for layout in splits if layout.by_rows and one.layout.by_rows]
             if not any(same_measurement(one.layout, other) for other in by_rows):
                 kept.append(one)

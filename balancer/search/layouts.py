@@ -67,7 +67,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 def find_family(layout: Layout) -> Family:
     """The family of one training on one device, or on several."""
-    return "solo" if layout.kind == "solo" else "split"
+    return "solo" if layout.traits.alone else "split"
 
 
 def device_counts(devices: int) -> tuple[int, ...]:

@@ -224,7 +224,7 @@ class MachineModel:
 
     def level(self, layout: Layout) -> Layout:
         """Equal shares for the same devices, if they fit and a measurement could not distinguish the two layouts."""
-        if layout.kind != "split":
+        if not layout.traits.together:
             return layout
         batches = [layout.global_batch]
         if self.problem.global_batch is None:  # the least share fits all

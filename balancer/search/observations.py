@@ -125,7 +125,7 @@ class Observations:
     def timed_race(self) -> list[Timed]:
         """The timed observations of the race whose layouts are one training."""
         timed = [seen for seen in self.in_stage("race") if isinstance(seen, Timed)]
-        return [seen for seen in timed if seen.probe.layout.kind in ("solo", "split")]
+        return [seen for seen in timed if seen.probe.layout.traits.by_shares]
 
     def all_timed(self) -> list[Timed]:
         """Every timed observation."""
@@ -239,8 +239,8 @@ class Observations:
     def _read(self, position: int) -> DeviceEvidence:
         seen = [self._seen[p] for p in sorted(self._explored[position], key=order_probe)]
         by_rows = [one for one in seen if one.probe.layout.by_rows]
-        solo = [one for one in by_rows if one.probe.layout.kind == "solo"]
-        splits = [one for one in by_rows if one.probe.layout.kind == "split"]
+        solo = [one for one in by_rows if one.probe.layout.traits.alone]
+        splits = [one for one in by_rows if one.probe.layout.traits.together]
         in_passes = [one for one in solo if one.probe.layout.in_passes]
         at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
         rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
@@ -269,7 +269,7 @@ class Observations:
         full: list[int] = []
         for seen in (*solo, *splits):
             layout = seen.probe.layout
-            points = alone if layout.kind == "solo" and not layout.in_passes else in_splits
+            points = alone if layout.traits.alone and not layout.in_passes else in_splits
             share = layout.pass_rows[position]
             if self._out_of_memory(position, seen):
                 full.append(share)
@@ -310,7 +310,7 @@ class Observations:
 
     def _largest_alone(self, position: int) -> float:
         sizes = (p.layout for p in self._explored[position] if isinstance(self._seen[p], Timed))
-        return max((layout.pass_rows[position] for layout in sizes if layout.kind == "solo"), default=0.5)
+        return max((layout.pass_rows[position] for layout in sizes if layout.traits.alone), default=0.5)
 
     def _lost(self, position: int, explored: list[Observation]) -> str:
         """Why the device is left out, or empty.

@@ -125,7 +125,7 @@ class Reading:
     def _ran(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one whole training."""
         found = self.seen.timed(("solo", "rest", "split", "race"))
-        trainings = {layout: turns for layout, turns in found.items() if layout.kind in ("solo", "split")}
+        trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
         return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
 
     def raced(self, layout: Layout) -> dict[int, Timed]:

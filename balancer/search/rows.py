@@ -46,7 +46,7 @@ class RowDevices:
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
-        return layout.kind == "split" or self._problem.global_batch is not None or not layout.in_passes
+        return layout.traits.together or self._problem.global_batch is not None or not layout.in_passes
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s by the curves; 0 if one of them is unknown."""
@@ -67,7 +67,7 @@ class RowDevices:
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
-        return plan_curves(self._model, layout) if layout.kind == "split" else (((), 0),) * self._problem.devices
+        return plan_curves(self._model, layout) if layout.traits.together else (((), 0),) * self._problem.devices
 
     # ------------------------------------------------------------------ one device
 

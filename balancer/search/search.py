@@ -209,13 +209,13 @@ class Search:
         """Each device's highest throughput alone, as measured; None for one that never ran."""
         best: dict[int, Result] = {}
         for result in self.results():
-            if result.layout.kind == "solo" and not result.layout.knobs:
+            if result.layout.traits.alone and not result.layout.knobs:
                 best.setdefault(result.layout.active[0], result)
         return tuple(best.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
         """The best single device: as raced, else the fastest measured at the global batch asked for."""
-        standing = next((one for one in self.ranking() if one.candidate.family == "solo"), None)
+        standing = next((one for one in self.ranking() if one.candidate.layout.traits.alone), None)
         if standing is not None:
             return result_of(standing)
         batch = self.problem.global_batch

@@ -44,7 +44,7 @@ class SplitStage:
         if wanted is None:
             return None
         layout = self._model.level(self._predictions.layout(wanted))
-        stage: Stage = "split" if layout.kind == "split" else "rest"
+        stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
         if not self._budget.affords(layout, ends_with, wanted.seconds):
             return None
@@ -61,7 +61,7 @@ class SplitStage:
             return None
         for wanted in self._choices():
             layout = self._model.level(self._predictions.layout(wanted))
-            if layout.kind == "split" and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
+            if layout.traits.together and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
                 return wanted
         return None
 
@@ -128,9 +128,7 @@ class SplitStage:
         if fastest is None or not fastest.probe.layout.by_rows:
             return None
         for i in (layout := fastest.probe.layout).active:
-            alone = [
-                s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.kind == "solo"
-            ]
+            alone = [s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.traits.alone]
             best = max((one.throughput.high for one in alone), default=0.0)
             tried = any(one.probe.layout.shares[i] == layout.shares[i] for one in alone)
             if layout.passes(i) == 1 and not tried and layout.shares[i] > best * (1 + OUTDONE) * fastest.high_seconds:

@@ -56,7 +56,7 @@ class TextDevices:
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone with a few rows is no training."""
-        return bool(layout.costs) or (layout.by_rows and layout.kind == "split")
+        return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s of rows dealt by cost, whether they are or not."""

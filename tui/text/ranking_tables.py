@@ -73,7 +73,7 @@ def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
 def where(one: Standing, labels: Sequence[str]) -> str:
     """The devices and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
     layout = one.candidate.layout
-    if layout.kind == "place":
+    if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
     words = " ".join(f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active)
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
@@ -111,8 +111,8 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 def scaling_table(found: Search) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
-    single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
-    evens = [one for one in plain_ones if one.candidate.layout.kind == "split" and is_even(one.candidate.layout)]
+    single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
+    evens = [one for one in plain_ones if one.candidate.layout.traits.together and is_even(one.candidate.layout)]
     evens.sort(key=lambda one: len(one.candidate.layout.active))
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
     scaled = [single, *evens] if single is not None and evens else []
