@@ -8,7 +8,6 @@ from functools import cached_property
 from operator import gt
 
 from evener.balancer.search.bounds import Bounds
-from evener.balancer.search.layouts import same_measurement, split_evenly
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
 from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
@@ -16,7 +15,6 @@ from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.ranking import LEAST_GAIN
 from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.curves import Curve, PassCurve, step_in_passes
@@ -221,23 +219,6 @@ class MachineModel:
         return tuple(map(min, self.bounds.safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
-
-    def level(self, layout: Layout) -> Layout:
-        """Equal shares for the same devices, if they fit and a measurement could not distinguish the two layouts."""
-        if not layout.traits.together:
-            return layout
-        batches = [layout.global_batch]
-        if self.problem.global_batch is None:  # the least share fits all
-            batches.append(min(layout.shares[i] for i in layout.active) * len(layout.active))
-        for batch in batches:
-            whole = batch // self.quantum * self.quantum
-            shares = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
-            even = self.lay_out(shares.shares) if shares else layout
-            if not same_measurement(even, layout) or not self.bounds.hold(even):
-                continue
-            if self.predicted_rate(even) >= self.predicted_rate(layout) * (1 - LEAST_GAIN):
-                return even
-        return layout
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:

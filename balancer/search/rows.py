@@ -131,25 +131,20 @@ class RowDevices:
         if not found:
             fastest = self.predictions.fastest_split if self._model.splits else None
             layout = self.predictions.layout(fastest) if fastest else None
-            return [self._model.level(layout)] if layout and self._model.bounds.surely_hold(layout) else []
+            return [layout] if layout and self._model.bounds.surely_hold(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
         layouts += self._on_other_hosts(chosen, found)
         if chosen.in_passes and (one_pass := self.predictions.one_pass_split):
             layout = self.predictions.layout(one_pass)
             layouts += [layout] if self._model.bounds.surely_hold(layout) else []
-        return [self._level(layout) for layout in layouts]
+        return layouts
 
     def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
         """Against a split on one host the fastest measured one across hosts, or the other way round."""
         one_host = self._model.count_hosts(chosen) == 1
         others = [layout for layout in found if (self._model.count_hosts(layout) == 1) != one_host]
         return [max(others, key=lambda layout: found[layout])] if others else []
-
-    def _level(self, layout: Layout) -> Layout:
-        """Equal shares if they safely fit and no measurement could distinguish them from the layout's."""
-        level = self._model.level(layout)
-        return level if self._model.bounds.surely_hold(level) else layout
 
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""

@@ -43,7 +43,7 @@ class SplitStage:
         """Its probe; None for none, or one that the budget is too short for."""
         if wanted is None:
             return None
-        layout = self._model.level(self._predictions.layout(wanted))
+        layout = self._predictions.layout(wanted)
         stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
         if not self._budget.affords(layout, ends_with, wanted.seconds):
@@ -60,7 +60,7 @@ class SplitStage:
         if len(self._model.live) < 2 or used >= most or failed >= MOST_FAILED:
             return None
         for wanted in self._choices():
-            layout = self._model.level(self._predictions.layout(wanted))
+            layout = self._predictions.layout(wanted)
             if layout.traits.together and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
                 return wanted
         return None

@@ -159,34 +159,6 @@ def test_what_safely_fits_ran_or_is_little_more() -> None:
     assert not found.bounds.surely_hold(Layout("split", (10, 640)))
 
 
-@pytest.mark.parametrize(
-    ("layout", "batch", "level"),
-    [
-        (Layout("split", (301, 299)), 600, (300, 300)),
-        (Layout("split", (310, 290)), 600, (310, 290)),
-        (Layout("split", (301, 299)), None, (300, 300)),
-        (Layout("split", (304, 300)), None, (302, 302)),
-        (Layout("split", (300, 0)), 300, (300, 0)),
-    ],
-)
-def test_shares_that_no_measurement_distinguishes_are_made_equal(
-    layout: Layout, batch: int | None, level: tuple[int, int]
-) -> None:
-    found = model(*SOLOS, bench=Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 2000))), global_batch=batch)
-    assert found.level(layout).shares == level
-
-
-def test_equal_shares_keep_to_the_smaller_limit() -> None:
-    """Of a free batch the least share for all; a fixed one stays as it is where half of it doesn't fit."""
-    tight = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 301)))
-    layouts: tuple[tuple[Layout, Stage], ...] = tuple(
-        (solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64)
-    )
-    layout = Layout("split", (304, 300))
-    assert model(*layouts, bench=tight).level(layout) == Layout("split", (300, 300))
-    assert model(*layouts, bench=tight, global_batch=604).level(layout) == layout
-
-
 @pytest.mark.parametrize(("less", "shared"), [(1.0, True), (1.01, True), (1.05, False)])
 def test_limits_that_nearly_agree_are_one(less: float, shared: bool) -> None:
     """Of devices of one speed whose bytes differ by what allocators round."""

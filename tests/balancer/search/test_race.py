@@ -191,23 +191,6 @@ def test_a_problem_of_one_sample_has_an_answer() -> None:
     assert best.layout.shares == (1,)
 
 
-@pytest.mark.parametrize("factor", [1.02, 1.2, 3.0])
-def test_a_device_that_was_faster_than_the_best_single_turns_out_to_be_races_too(factor: float) -> None:
-    """The first is 1 % faster until it is alone; then the second, as measured before, may be the best."""
-    bench = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.101, 0, 2000)), 30.0)
-    slow = [0]  # the first device, at rest and in the race
-    search, _ = searched_with(
-        bench,
-        lambda probe: factor if probe.stage in ("rest", "race") and list(probe.layout.active) == slow else 1.0,
-        tolerance=0.0,
-    )
-    found = {one.candidate.layout.active: one for one in search.ranking() if one.candidate.family == "solo"}
-    assert set(found) == {(0,), (1,)}
-    best = search.best()
-    assert best is not None
-    assert best.layout.active == (1,)
-
-
 def test_a_plan_s_figure_is_neither_too_high_nor_too_low_on_average() -> None:
     """With 5 % of noise between probes, what chose the layout is 2 % too high: of many figures it was the highest."""
     flattered, figures = [], []
