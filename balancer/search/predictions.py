@@ -15,7 +15,6 @@ from evener.waterfill import Allocation, Costs, DeviceCurve
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran,
-FAR_REACH = 32  # or this many where the curves are simple and memory is far
 REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
 GUESSED_KNEE = 0.25  # of the limit
 CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee
@@ -91,20 +90,9 @@ class Predictions:
         return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
-    def extrapolates(self) -> bool:
-        """Whether the fastest free batch need not run: curves are simple, and gains end before memory does.
-
-        What larger batches gain is then predicted, and only the smallest within the tolerance is measured.
-        """
-        if not self.model.splits or not self._problem.tolerance or self._problem.global_batch is not None:
-            return False
-        return all(d.curve.simple and self.model.bounds.useful(d) < d.limit for d in self.model.split_curves)
-
-    @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        reach = FAR_REACH if self.extrapolates else REACH
-        limits = ((d, self.model.bounds.reachable(d, reach)) for d in self.model.split_curves)
+        limits = ((d, self.model.bounds.reachable(d, REACH)) for d in self.model.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes

@@ -171,7 +171,7 @@ class RowDevices:
         predictions, fastest = self.predictions, self.predictions.fastest_split
         wanted = [
             one
-            for one in (() if predictions.extrapolates else (predictions.tolerable, predictions.insured))
+            for one in (predictions.tolerable, predictions.insured)
             if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
         ]
         gain = worthwhile_gain(self._problem.tolerance)

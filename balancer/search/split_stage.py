@@ -67,7 +67,7 @@ class SplitStage:
 
     def _choices(self) -> Iterator[Allocation]:
         """The allocations that are worth a probe; a generator, as each takes time to compute."""
-        fastest = None if self._predictions.extrapolates else self._predictions.fastest_split
+        fastest = self._predictions.fastest_split
         if fastest and self._gains(fastest):
             yield fastest
         late = self._budget.race_is_over  # then a smaller batch is not worth another race
