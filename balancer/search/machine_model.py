@@ -10,7 +10,7 @@ from operator import gt
 from evener.balancer.search.bounds import Bounds
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
-from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
+from evener.balancer.search.model.pass_curve import fit_extra
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
@@ -181,15 +181,15 @@ class MachineModel:
                 return fit_extra(points, curve, self.pass_rows[first])
         return None
 
-    def in_passes(self, device: DeviceCurve, largest_share: int, hopeful: bool = False) -> DeviceCurve:
-        """The device as it may take more than fits at once; an unknown cost of passes is 0, or less if `hopeful`."""
+    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
+        """The device as it may take more than fits at once; an unknown cost of passes is 0."""
         i, curve = device.position, device.curve
         rows, extra = self.pass_rows[i], self.extra_seconds[i]
         if not rows or not isinstance(curve, Curve):
             return device
-        if extra is None:
-            extra = hope_for_extra(curve, rows) if hopeful else 0.0
-        return DeviceCurve(i, PassCurve(curve, self.bounds.walls[i], rows, extra), max(device.limit, largest_share))
+        return DeviceCurve(
+            i, PassCurve(curve, self.bounds.walls[i], rows, extra or 0.0), max(device.limit, largest_share)
+        )
 
     def knows_passes(self, layout: Layout) -> bool:
         """Whether each device that takes several passes in this layout ran several before."""

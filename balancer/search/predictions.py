@@ -62,7 +62,7 @@ class Predictions:
         one = self.one_pass_split
         if one is not None and not self.model.splits:
             return one
-        several = self._try_passes(hopeful=False)
+        several = self._in_passes
         return several if several is not None and self._gains(several, one) else one
 
     @cached_property
@@ -104,9 +104,7 @@ class Predictions:
         unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
         if len(live) < 2 or not unknown or (self.one_pass_split is not None and not self.model.splits):
             return {}  # one device has no choice
-        wanted, hoped = self.fastest_split, self._try_passes(hopeful=True)
-        if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
-            wanted = hoped
+        wanted = self.fastest_split
         found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
             return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
@@ -120,7 +118,8 @@ class Predictions:
             if b > model.bounds.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None
         }
 
-    def _try_passes(self, hopeful: bool) -> Allocation | None:
+    @cached_property
+    def _in_passes(self) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
 
         A free batch has none: it would grow without end.
@@ -133,9 +132,7 @@ class Predictions:
             for device in model.split_curves
         ):
             return None
-        return self._split(
-            [model.in_passes(device, model.bounds.asked_in_passes, hopeful) for device in model.split_curves]
-        )
+        return self._split([model.in_passes(device, model.bounds.asked_in_passes) for device in model.split_curves])
 
     # ------------------------------------------------------------------ one device
 
