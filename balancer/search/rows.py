@@ -10,7 +10,7 @@ from evener.balancer.search.decisions import plan_curves
 from evener.balancer.search.efficiency import most_efficient
 from evener.balancer.search.layouts import device_counts, split_evenly
 from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import EDGE_SLACK, throughput, worthwhile_gain
+from evener.balancer.search.ranking import worthwhile_gain
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.types import Layout, Probe, Timed, solo
@@ -72,11 +72,8 @@ class RowDevices:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """The best single device at the fixed batch, else at its best measured one; and one that the race favours."""
-        if (best := self.best_single) is None:
-            return []
-        other = self._overlooked_single(best)
-        return [best, other] if other else [best]
+        """The best single device at the fixed batch, else at its best measured one."""
+        return [self.best_single] if self.best_single else []
 
     @cached_property
     def best_single(self) -> Layout | None:
@@ -84,15 +81,6 @@ class RowDevices:
         ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         whole = [layout for layout in ranked if self._seen.broken(layout) is None]
         return next(iter(whole or ranked), None)
-
-    def _overlooked_single(self, best: Layout) -> Layout | None:
-        """Another measured batch or device, if the race found the best single device surely slower; else None."""
-        turns = self._seen.turns(best)
-        if self._problem.global_batch is not None or not turns:
-            return None
-        other = next((layout for layout in self._ranked_singles() if layout != best), None)
-        faster = other is not None and self.single_rate(other) > throughput(turns).high * (1 + EDGE_SLACK)
-        return other if faster else None
 
     def _ranked_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that still fits, the fastest first."""
