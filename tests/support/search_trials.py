@@ -62,6 +62,16 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join([*said, *([f"starts {self.start:g} s"] if self.start else [])])
 
 
+class Case(msgspec.Struct, frozen=True):
+    """One machine of a family, and one thing that is asked of it."""
+
+    family: str
+    seed: int
+    mode: str
+    machine: Machine
+    ask: Ask
+
+
 class Trial(msgspec.Struct, frozen=True):
     """What came of a search. `regret` is a fraction, beyond the tolerance where the batch is free."""
 
