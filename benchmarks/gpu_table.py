@@ -56,7 +56,9 @@ def _compared(path: Path) -> Iterator[list[str]]:
     found = replay.make_search(record.header, (entry.seen for entry in record.seen))
     standings = found.ranking()
     alone = [
-        one.throughput.value for one in standings if one.candidate.family == "solo" and not one.candidate.layout.knobs
+        one.throughput.value
+        for one in standings
+        if one.candidate.layout.traits.alone and not one.candidate.layout.knobs
     ]
     for one, words in zip(
         standings, name_all([each.candidate for each in standings], found.problem.devices), strict=True

@@ -13,6 +13,10 @@ from evener.costs import Cost
 from evener.errors import PlanError
 
 RATIO_TOLERANCE = 1e-6
+EVEN_SPLIT = "even split"  # names in a plan's evidence
+BEST_SPLIT = "best split"
+BEST_SINGLE = "best single device"
+LARGER_BATCH = "larger global batch"
 
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")

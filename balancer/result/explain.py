@@ -7,8 +7,9 @@ from statistics import fmean
 
 import msgspec
 
+from evener.balancer.families.registry import EVEN, FAMILIES, family_of
 from evener.balancer.result.gains import is_certain, write_gain
-from evener.balancer.result.layout_names import KNOBS, PACK_MODES, list_samples
+from evener.balancer.result.layout_names import KNOBS, list_samples
 from evener.balancer.result.number_format import half_width, join_words, milliseconds, percent, rate
 from evener.balancer.result.rivals import Rival, find_larger, name_rivals
 from evener.balancer.search.layouts import is_even
@@ -100,24 +101,12 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 def _advice(chosen: Result, labels: Sequence[str], tokens: Tokens) -> str:
     layout = chosen.layout
     names = join_words([labels[i] for i in layout.active])
-    match layout.kind:
-        case "split" if layout.costs:
-            ratios = ":".join(f"{ratio:.3f}" for ratio in cost_ratios(layout.costs, tokens.of_row) if ratio)
-            advice = f"Split the cost of each batch {ratios} over {names} ({layout.global_batch} samples)"
-        case "split" if is_even(layout):
-            advice = f"Split evenly over {names} ({list_samples(layout)} samples)"
-        case "split":
-            ratios = ":".join(f"{layout.shares[i] / layout.global_batch:.3f}" for i in layout.active)
-            advice = f"Split {ratios} over {names} ({list_samples(layout)} samples)"
-        case "pack":
-            mode = PACK_MODES.get(layout.placement, "")
-            advice = (
-                f"Run {layout.processes} trainings side by side on {names}{mode}, {layout.global_batch} samples each"
-            )
-        case "place":
-            advice = f"Place the model's parts as {layout.placement} over {names}, {layout.global_batch} samples"
-        case _:
-            advice = f"Use {names}{' alone' if len(labels) > 1 else ''}, {list_samples(layout)} samples a step"
+    parts = (
+        cost_ratios(layout.costs, tokens.of_row) if layout.costs else [b / layout.global_batch for b in layout.shares]
+    )
+    ratios = ":".join(f"{part:.3f}" for part in parts if part)
+    family = EVEN if is_even(layout) and layout.traits.together else family_of(layout)
+    advice = family.advice(layout, list_samples(layout), names, ratios, len(labels) == 1)
     return advice + "".join(f", with {KNOBS.get(knob, knob)}" for knob in layout.knobs)
 
 
@@ -126,10 +115,11 @@ def _gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> li
     layout = chosen.layout
     reasons = []
     if layout.traits.together and not is_even(layout):
-        even = _first(rivals, "even", devices=len(layout.active))
+        evens = [one for one in rivals if one.family and one.family.equal_shares]
+        even = next((one for one in evens if len(one.candidate.layout.active) == len(layout.active)), None)
         name = "the even split of rows as they come" if layout.costs else "the even split"
         reasons += [_compare(chosen, name, even)] if even else []
-    single = _first(rivals, "solo")
+    single = next((one for one in rivals if one.family and one.candidate.layout.traits.alone), None)
     if not layout.traits.alone and single is not None:
         reasons.append(_gain_over_one(chosen, single, labels))
     return reasons
@@ -174,7 +164,7 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
     """What the best split, pack and placement lose, if another layout is chosen."""
     clauses = []
     if not chosen.layout.traits.together and len(labels) > 1:
-        splits = [one for one in rivals if one.family in ("even", "split")]
+        splits = [one for one in rivals if one.family and one.candidate.layout.traits.together]
         split = next((one for one in splits if one.compared), None)
         if split:
             clauses.append(_split_loses(chosen, split, labels, costs))
@@ -189,17 +179,17 @@ def _losses(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str], cost
 def _others_lose(chosen: Result, rivals: Sequence[Rival]) -> list[str]:
     """What packs and placements lose."""
     clauses = []
-    for family, verb in (("pack", "lose"), ("place", "loses")):
-        rival = _first(rivals, family)
-        if chosen.layout.kind == family or rival is None or rival.tie:
+    for family in FAMILIES.values():
+        rival = next((one for one in rivals if one.family is family), None)
+        if family.traits.by_shares or chosen.layout.kind == family.kind or rival is None or rival.tie:
             continue
         layout = rival.candidate.layout
-        who = f"{layout.processes} trainings side by side" if family == "pack" else f"the placement {layout.placement}"
-        who += _at(chosen, rival)
+        several = layout.processes > 1
+        who = family.subject(layout) + _at(chosen, rival)
         if rival.gain < 0:
-            clauses.append(f"{who} {'are' if family == 'pack' else 'is'} {_faster(chosen, rival)}")
+            clauses.append(f"{who} {'are' if several else 'is'} {_faster(chosen, rival)}")
         else:
-            clauses.append(f"{who} {verb} {_loss(chosen, rival)}")
+            clauses.append(f"{who} {'lose' if several else 'loses'} {_loss(chosen, rival)}")
     return clauses
 
 
@@ -274,17 +264,14 @@ def _ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> list[str]:
     """Packs and placements that tie, and those of which too little is certain."""
     names = name_rivals(chosen, rivals, devices)
     found = [
-        (name, one) for name, one in zip(names, rivals, strict=True) if one.tie and one.family in ("pack", "place")
+        (name, one)
+        for name, one in zip(names, rivals, strict=True)
+        if one.tie and one.family and not one.candidate.layout.traits.by_shares
     ]
     tied = [name for name, one in found if not one.unclear][:MOST_TIES]
     unclear = [name for name, one in found if one.unclear][:MOST_TIES]
     clauses = [f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"] if tied else []
     return clauses + ([f"{join_words(unclear)} can't be distinguished from it yet"] if unclear else [])
-
-
-def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
-    found = (one for one in rivals if one.family == family)
-    return next((one for one in found if devices is None or len(one.candidate.layout.active) == devices), None)
 
 
 def _error(figure: Interval) -> str:

@@ -9,21 +9,12 @@ from evener.balancer.search.layouts import Candidate
 from evener.balancer.types import Layout
 from evener.plan import BEST_SPLIT
 
-PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 
 def name_candidate(one: Candidate, devices: int) -> str:
     """The layout's name in tables and in the plan's evidence."""
-    layout = one.layout
-    name = {
-        "solo": "best single device",
-        "even": "even split" if len(layout.active) == devices else f"even over {len(layout.active)}",
-        "split": BEST_SPLIT,
-        "pack": f"pack of {layout.processes}{PACK_MODES.get(layout.placement, '')}",
-        "place": f"place {layout.placement}",
-    }[one.family]
-    return name + "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
+    return one.family.title(one.layout, devices) + "".join(f", {KNOBS.get(knob, knob)}" for knob in one.layout.knobs)
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from evener.balancer.families.registry import SOLO
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import explain_measurements as measurements
@@ -153,7 +154,7 @@ def explain_efficiency(search: Search, plan: Plan) -> str:
 
 def explain_by_rows(search: Search) -> tuple[str, ...]:
     """What was asked for and isn't compared with rows that are dealt by cost."""
-    asked = [word for family, word in (("pack", "packs"), ("place", "placements")) if family in search.options.families]
+    asked = [family.plural for family in search.options.wanted if not family.traits.by_shares]
     if not asked or not search.mean_length:
         return ()
     return (f"Not compared: {join_words(asked)}, which train by rows; --objective samples compares by rows.",)
@@ -192,7 +193,7 @@ def explain_short_budget(search: Search, seen: Sequence[Observation], why_stoppe
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
     late = why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
     budget = search.problem.budget_seconds
-    if tried or not late or budget is None or search.problem.devices < 2 or "split" not in search.options.families:
+    if tried or not late or budget is None or search.problem.devices < 2 or not search.options.with_splits:
         return ""
     at_once = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"]
     later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
@@ -219,7 +220,7 @@ def _write_evidence(
     def compare_solo(one: Result) -> Rival:
         """The same comparison of one layout wherever it stands; the plan has one figure."""
         figure = chosen.throughput if one.layout == chosen.layout else one.throughput
-        return by_layout.get(one.layout) or compare(chosen, Candidate("solo", one.layout), figure)
+        return by_layout.get(one.layout) or compare(chosen, Candidate(SOLO, one.layout), figure)
 
     if single is not None and BEST_SINGLE not in names:
         found.append((BEST_SINGLE, compare_solo(single)))

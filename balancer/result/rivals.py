@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import msgspec
 
+from evener.balancer.families.family import Family
+from evener.balancer.families.registry import EVEN, SOLO, SPLIT, family_of
 from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.result.layout_names import name_all
-from evener.balancer.search.layouts import Candidate, Family, is_even
+from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
 from evener.balancer.types import Interval, Result
 
@@ -26,9 +27,9 @@ class Rival(msgspec.Struct, frozen=True):
     compared: bool = True  # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
 
     @property
-    def family(self) -> str:
-        """Of layouts without other knobs; "knobs" for the others."""
-        return "knobs" if self.candidate.layout.knobs else self.candidate.family
+    def family(self) -> Family | None:
+        """The layout's family; None for one with other knobs."""
+        return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
         """As the two printed rates give it, or as measured in turn."""
@@ -49,13 +50,13 @@ def list_rivals(
     return (
         *_fastest_split(chosen, ranking, results),
         *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
-        *([compare(chosen, Candidate("solo", single.layout), single.throughput)] if single and not raced else ()),
+        *([compare(chosen, Candidate(SOLO, single.layout), single.throughput)] if single and not raced else ()),
     )
 
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
     splits = [one for one in results if one.layout.traits.together and not chosen.layout.traits.together]
-    found = [compare(chosen, Candidate("split", one.layout), one.throughput) for one in splits]
+    found = [compare(chosen, Candidate(SPLIT, one.layout), one.throughput) for one in splits]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
     return [fastest] if fastest and fastest.candidate.layout not in raced else []
@@ -81,7 +82,7 @@ def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standin
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
     """A name for each, beside the chosen layout's own."""
     layout = chosen.layout
-    family = cast(Family, "even" if is_even(layout) else layout.kind)
+    family = EVEN if is_even(layout) and layout.traits.together else family_of(layout)
     return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import msgspec
 
+from evener.balancer.families.family import Family, PackMode
+from evener.balancer.families.pack import pack_on
+from evener.balancer.families.registry import family_of
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import (
-    Candidate,
-    LayoutOptions,
-    PackMode,
-    divide,
-    find_family,
-    pack_on,
-    place_on,
-    same_measurement,
-    shrink,
-)
+from evener.balancer.search.layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.packing import Packing
 from evener.balancer.types import Layout, OutOfMemory
@@ -30,7 +24,7 @@ class Candidates:
     """The candidates by one set of observations."""
 
     def __init__(self, options: LayoutOptions, devices: DeviceModel, machine: MachineModel, budget: Budget) -> None:
-        self._options, self._devices, self._machine, self._budget = options, devices, machine, budget
+        self.options, self._devices, self._machine, self._budget = options, devices, machine, budget
         self._problem, self.seen = machine.problem, machine.seen
 
     @cached_property
@@ -61,24 +55,18 @@ class Candidates:
 
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
-        families = self._options.families
-        splits = self._devices.best_splits() if "split" in families else []
-        explored = splits or "split" not in families
-        found = [
-            *(Candidate("solo", layout, i > 0) for i, layout in enumerate(self._devices.singles())),
-            *(self._evens(splits) if "even" in families and explored else ()),
-            *(Candidate(find_family(layout), layout, i > 0) for i, layout in enumerate(splits)),
-            *(self._efficient() if self._problem.max_slowdown is not None else ()),
-            *(self._placed() if "place" in families else ()),
-        ]
-        allowed = [one for one in found if one.family in families]  # a tolerable "split" may be one device
-        return (*self._distinct(allowed), *self._packed())
+        found = [one for family in self.options.wanted for one in self._of(family)]
+        if self._problem.max_slowdown is not None:
+            found += [Candidate(family_of(layout), layout, True) for layout in self._devices.efficient()]
+        allowed = [one for one in found if one.family in self.options.wanted]  # one of the splits may be one device
+        return tuple(self._distinct(allowed))
 
-    def _evens(self, splits: list[Layout]) -> list[Candidate]:
-        return [Candidate("even", layout) for layout in self._devices.even_splits(splits, self._options.scaling)]
-
-    def _efficient(self) -> list[Candidate]:
-        return [Candidate(find_family(layout), layout, True) for layout in self._devices.efficient()]
+    def _of(self, family: Family) -> Iterator[Candidate]:
+        """A family's candidates; those of another kind are of the family of that kind."""
+        for i, layout in enumerate(family.layouts(self)):
+            own = layout.kind == family.kind
+            extra = i > 0 and layout.traits.by_shares and not family.equal_shares
+            yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _distinct(self, found: list[Candidate]) -> list[Candidate]:
         """Without splits that no measurement could distinguish from an even split, or from one before them."""
@@ -90,10 +78,38 @@ class Candidates:
                 kept.append(one)
         return kept
 
+    # ------------------------------------------------------------------ what families choose by
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self._problem.devices
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether devices take rows as they come."""
+        return self._devices.by_rows
+
     @cached_property
+    def singles(self) -> Sequence[Layout]:
+        """The best single device, and others that may beat it."""
+        return self._devices.singles()
+
+    @cached_property
+    def splits(self) -> Sequence[Layout]:
+        """The preferred split, and others that are worth a race; none unless splits were asked for."""
+        return self._devices.best_splits() if self.options.with_splits else []
+
+    @property
+    def even_splits(self) -> Sequence[Layout]:
+        """Even splits; none while splits that were asked for are not explored."""
+        unclear = self.options.with_splits and not self._devices.splits
+        return [] if unclear else self._devices.even_splits(self.splits, self.options.scaling)
+
+    @property
     def best_single(self) -> Layout | None:
         """The best single device's layout; None if none can train alone."""
-        return next(iter(self._devices.singles()), None)
+        return next(iter(self.singles), None)
 
     @cached_property
     def common_batch(self) -> int | None:
@@ -106,29 +122,25 @@ class Candidates:
         full = [one.probe.layout.global_batch for one in self.seen.in_stage("solo") if isinstance(one, OutOfMemory)]
         return min(full, default=None)
 
-    def _placed(self) -> list[Candidate]:
-        if self.common_batch is None or not self._devices.by_rows:
-            return []
-        found = [place_on(self._problem.devices, one, self.common_batch) for one in self._options.placements]
-        return [Candidate("place", layout) for layout in found if layout is not None]
-
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
         """Packing in each mode whose number of trainings is searched for."""
         single = self.best_single
-        if single is None or single.in_passes or not self._devices.by_rows or "pack" not in self._options.families:
+        packs = any(family.traits.side_by_side for family in self.options.wanted)
+        if single is None or single.in_passes or not self.by_rows or not packs:
             return ()
         rate = self._devices.single_rate(single)
-        modes = [mode for mode in self._options.pack_modes if mode != "logical"]
+        modes = [mode for mode in self.options.pack_modes if mode != "logical"]
         return tuple((mode, Packing(self._machine, single, rate, mode)) for mode in modes)
 
-    def _packed(self) -> list[Candidate]:
+    @property
+    def packs(self) -> list[Layout]:
         """The best number of trainings in each mode, or the fewest if none was measured yet."""
         best = {mode: packing.best_layout() or packing.first_layout() for mode, packing in self.packings}
         plain = best.get("")
-        if "logical" in self._options.pack_modes and plain is not None:
+        if "logical" in self.options.pack_modes and plain is not None:
             best["logical"] = self._logical(plain)
-        return [Candidate("pack", layout) for layout in best.values() if layout is not None]
+        return [layout for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
         """As many trainings on logical devices as run best as plain processes, or the most that were measured so."""

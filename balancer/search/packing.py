@@ -17,7 +17,8 @@ from functools import cached_property
 
 import msgspec
 
-from evener.balancer.search.layouts import PackMode, pack_on
+from evener.balancer.families.family import PackMode
+from evener.balancer.families.pack import pack_on
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed

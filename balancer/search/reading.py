@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from evener.balancer.families.registry import family_of
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.candidates import Candidates
 from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import Candidate, LayoutOptions, find_family, same_measurement
+from evener.balancer.search.layouts import Candidate, LayoutOptions, same_measurement
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
@@ -47,11 +48,11 @@ class Explored:
         return budget.longest_step(solo=False) if budget.limits_steps else None
 
 
-class Reading:
+class SearchReading:
     """One reading of the observations of a search."""
 
     def __init__(
-        self, problem: Problem, options: LayoutOptions, seen: Observations, before: Reading | None = None
+        self, problem: Problem, options: LayoutOptions, seen: Observations, before: SearchReading | None = None
     ) -> None:
         self.problem, self.options, self.seen = problem, options, seen
         self._version = seen.explored_version
@@ -76,7 +77,7 @@ class Reading:
     @property
     def with_splits(self) -> bool:
         """Whether splits were asked for."""
-        return "split" in self.options.families
+        return self.options.with_splits
 
     @cached_property
     def budget(self) -> Budget:
@@ -107,7 +108,7 @@ class Reading:
             return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
         fit = [layout for layout in self.still_run() if self.problem.global_batch in (None, layout.global_batch)]
         layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
-        candidates = [raced.get(layout, Candidate(find_family(layout), layout)) for layout in layouts]
+        candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
         turns = {layout: self.turns(layout) for layout in layouts}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from evener.balancer.families.even import device_counts
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import plan_curves
 from evener.balancer.search.efficiency import most_efficient
-from evener.balancer.search.layouts import device_counts, split_evenly
+from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import worthwhile_gain
 from evener.balancer.search.solo_stage import SoloStage

@@ -7,6 +7,8 @@ from statistics import fmean
 
 import msgspec
 
+from evener.balancer.families.family import PackMode
+from evener.balancer.families.registry import PACK
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import (
     Decision,
@@ -16,12 +18,12 @@ from evener.balancer.search.decisions import (
     explain_race,
     sketch_curve,
 )
-from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions, PackMode
+from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.problem import check_problem
 from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
-from evener.balancer.search.reading import Reading, result_of
+from evener.balancer.search.reading import SearchReading, result_of
 from evener.balancer.search.solo_stage import SMALL
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
@@ -41,7 +43,7 @@ class Search:
         check_problem(problem)
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
-        self._reading = Reading(problem, options, self._seen)
+        self._reading = SearchReading(problem, options, self._seen)
         self._decided: Decision | None = None
 
     def tell(self, seen: Observation) -> None:
@@ -50,7 +52,7 @@ class Search:
         self._read_again()
 
     def _read_again(self) -> None:
-        self._reading = Reading(self.problem, self.options, self._seen, self._reading)
+        self._reading = SearchReading(self.problem, self.options, self._seen, self._reading)
         self._decided = None
 
     def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
@@ -270,7 +272,7 @@ class Search:
     def ungrown(self) -> tuple[Candidate, ...]:
         """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
         found = [packing.next_layout() for _, packing in self._reading.candidates.packings if packing.still_gains]
-        return tuple(Candidate("pack", layout) for layout in found if layout is not None)
+        return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
@@ -291,7 +293,7 @@ class Search:
         """The layouts of the race that failed, with the failure."""
         pairs = [(one, self._seen.broken(one.layout)) for one in self._reading.candidates.all]
         refused = [failure for _, packing in self._reading.candidates.packings if (failure := packing.refused())]
-        packs = [(Candidate("pack", failure.probe.layout), failure) for failure in refused]
+        packs = [(Candidate(PACK, failure.probe.layout), failure) for failure in refused]
         return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
 
     def packs(self) -> dict[PackMode, tuple[Observation, ...]]:

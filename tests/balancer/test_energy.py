@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.balancer.families.registry import find_family
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.child_group import GroupError, RankFailure
 from evener.balancer.probes.interference import ProbeInterference
@@ -68,7 +69,7 @@ def test_the_most_efficient_layout_within_the_slowdown_is_chosen(
         layout: {0: timed(layout, rate, watts, idle)}
         for layout, (rate, watts, idle) in zip(layouts, drawn, strict=True)
     }
-    candidates = [Candidate("split", layout) for layout in layouts]
+    candidates = [Candidate(find_family("split"), layout) for layout in layouts]
     problem = Problem(2, (None, None), tolerance=0.5, max_slowdown=slowdown)
     chosen = turns[choose_winner(candidates, turns, problem).layout]
     fastest = max(turns.values(), key=lambda one: one[0].samples_per_second)

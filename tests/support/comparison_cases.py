@@ -14,8 +14,9 @@ import threading
 
 import msgspec
 
+from evener.balancer.families.family import Placement
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.layouts import LayoutOptions, Placement
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.packing import MOST_PROCESSES
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
@@ -99,7 +100,7 @@ def score(case: ComparisonCase) -> Score:
     standing = comparison.ranking()[0]
     layout = standing.candidate.layout
     reached = true_throughput(case.machine, layout)
-    family = "split" if standing.candidate.family == "even" else standing.candidate.family
+    family = "split" if standing.candidate.family.name == "even" else standing.candidate.family.name
     able = reached if family == "place" else truths[family]  # one placement is not the other
     return Score(case, family, able / truths[best], reached / truths[best], best, probes, seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -15,7 +15,7 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
 from evener.balancer.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
-from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
+from evener.balancer.search.layouts import FAMILIES, LayoutOptions
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
@@ -238,7 +238,7 @@ class Setup(UsesApp, VerticalScroll):
         fields = request_fields(typed) | {"share": share}
         if task == COMPARE:
             words = tuple(parse_words(layouts) or ()) if layouts.strip() else FAMILIES
-            fields["compare"] = LayoutOptions(families=cast(tuple[Family, ...], words))
+            fields["compare"] = LayoutOptions(families=words)
         named = None if framework == "auto" else framework
         request = make_request(devices=spec, workload=own, framework=named, **fields)
         shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)

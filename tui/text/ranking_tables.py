@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.families.pack import MODES
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.result.explain import waiting_share
-from evener.balancer.result.layout_names import PACK_MODES, name_all
+from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
@@ -91,9 +92,7 @@ def against(one: Standing) -> str:
 def packing_tables(found: Search) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
-    return [
-        Table(f"packing{PACK_MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()
-    ]
+    return [Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()]
 
 
 def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
@@ -145,7 +144,7 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     interval = None if difference is None else [difference.low, difference.high]
     power = found.power(layout)
     return {
-        "kind": one.candidate.family,
+        "kind": one.candidate.family.name,
         "batches": layout.shares,
         "micro": layout.pass_rows,
         "processes": layout.processes,

@@ -8,9 +8,10 @@ import threading
 import msgspec
 import pytest
 
+from evener.balancer.families.family import Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
@@ -104,7 +105,7 @@ def test_equal_devices_without_a_cost_are_split_evenly() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.shares == (128, 128)
-    assert search.ranking()[0].candidate.family == "even"
+    assert search.ranking()[0].candidate.family.name == "even"
 
 
 def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
@@ -180,12 +181,12 @@ def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
     assert [(c.layout.placement, type(seen).__name__) for c, seen in search.broken()] == [("unknown", "Failed")]
-    assert {one.candidate.family for one in search.ranking()} >= {"solo", "even", "place"}
+    assert {one.candidate.family.name for one in search.ranking()} >= {"solo", "even", "place"}
 
 
 def test_one_device_has_nothing_to_split_or_place() -> None:
     search = run(machine(device("A", 40.0)))
-    assert {one.candidate.family for one in search.ranking()} <= {"solo", "pack"}
+    assert {one.candidate.family.name for one in search.ranking()} <= {"solo", "pack"}
 
 
 def test_the_budget_holds() -> None:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evener import waterfill
+from evener.balancer.families.registry import SPLIT
 from evener.balancer.search.layouts import Candidate, divide, shrink
 from evener.balancer.search.model.pass_curve import fit_extra
 from evener.balancer.search.model.step_time import Point
@@ -265,7 +266,7 @@ def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
 def test_one_pass_wins_a_tie() -> None:
     whole, cut = layout_of((500, 500)), layout_of((600, 400), (300, 400))
     ran = {layout: {0: timed(layout, step)} for layout, step in ((whole, 1.0), (cut, 0.995))}
-    found = choose_winner([Candidate("split", one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
+    found = choose_winner([Candidate(SPLIT, one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
     assert found.layout == whole
 
 

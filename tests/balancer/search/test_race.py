@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import Family, LayoutOptions
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.ranking import compare_turns, smallest_gain, throughput
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
@@ -35,7 +35,7 @@ def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any
 
 
 @pytest.mark.parametrize(("families", "why"), [(("solo", "split"), Stop.SETTLED), (("split",), Stop.ONLY_ONE)])
-def test_a_race_of_two_is_settled_and_of_one_is_no_race(families: tuple[Family, ...], why: Stop) -> None:
+def test_a_race_of_two_is_settled_and_of_one_is_no_race(families: tuple[str, ...], why: Stop) -> None:
     search = Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)).run(PAIR.measure)
     assert len(search.ranking()) == len(families)
     assert search.why_stopped() == why.value

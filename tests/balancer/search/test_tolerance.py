@@ -23,7 +23,7 @@ def searched_with(slow: Layout | None, factor: float) -> Search:
 
 def splits(search: Search) -> list[Layout]:
     """The uneven splits of the race, the smallest first."""
-    found = [one.candidate.layout for one in search.ranking() if one.candidate.family == "split"]
+    found = [one.candidate.layout for one in search.ranking() if one.candidate.family.name == "split"]
     return sorted(found, key=lambda layout: layout.global_batch)
 
 

@@ -1,0 +1,45 @@
+"""Equal shares: what frameworks do by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.balancer.families.family import Family, Offer, View
+from evener.balancer.types import Layout
+from evener.plan_layout import EVEN_SPLIT
+
+
+def device_counts(devices: int) -> tuple[int, ...]:
+    """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
+    counts, count = [], 2
+    while count < devices:
+        counts.append(count)
+        count *= 2
+    return (*counts, devices) if devices > 1 else ()
+
+
+class EvenFamily(Family):
+    """One training whose devices have equal shares."""
+
+    name, kind = "even", "split"
+    fewest_devices = 2
+    simplicity = 1
+    start_cost = 1.5  # its processes have to meet
+    equal_shares = True
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """Over all devices and fewer, once it is clear what batch splits take."""
+        return view.even_splits
+
+    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
+        """A group of processes for each number of devices."""
+        groups = len(device_counts(devices))
+        return groups, groups
+
+    def title(self, layout: Layout, devices: int) -> str:
+        """With the number of devices, where that isn't all."""
+        return EVEN_SPLIT if len(layout.active) == devices else f"even over {len(layout.active)}"
+
+    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
+        """Split evenly over GPU:0 and GPU:1 (128 + 128 samples)."""
+        return f"Split evenly over {over} ({samples} samples)"
