@@ -51,10 +51,10 @@ def waves(width: int, chance: random.Random, draft: Draft) -> None:
 
 
 def kernel(sign: int, chance: random.Random, draft: Draft) -> None:
-    """From a batch of 32 to 256 on another kernel, 3 to 10 % slower or 5 to 30 % faster: kernel_switch."""
+    """From a batch of 32 to 256 on another kernel, 3 to 10 % slower or 8 to 30 % faster: kernel_switch."""
     last, jump = (
         chance.choice((32, 64, 64, 128, 256)),
-        1 + (chance.uniform(0.03, 0.1) if sign > 0 else chance.uniform(0.05, 0.3)),
+        1 + (chance.uniform(0.03, 0.1) if sign > 0 else chance.uniform(0.08, 0.3)),
     )
     factor = jump if sign > 0 else 1 / jump
     for part in draft.parts:

@@ -88,10 +88,10 @@ def memory_bend(chance: random.Random, draft: Draft) -> None:
 
 def small_memory(chance: random.Random, draft: Draft) -> None:
     """1 to 14 samples fit: fourteen_fit."""
-    alike, most = chance.random() < 0.4, chance.randint(1, 14)
+    alike, most = chance.random() < 0.7, chance.randint(1, 14)
     for part in draft.parts:
         part.most, part.each_mib = most if alike else chance.randint(1, 14), chance.uniform(200, 800)
-        part.fixed = part.slope * log_uniform(chance, 20, 300)
+        part.fixed = part.slope * log_uniform(chance, 40, 300)
 
 
 def quantum(chance: random.Random, draft: Draft) -> None:
@@ -131,14 +131,15 @@ def tolerance(tolerance: float, chance: random.Random, draft: Draft) -> None:
 
 
 def max_batch(chance: random.Random, draft: Draft) -> None:
-    """A largest global batch of a 30th to a half of what fits."""
+    """A largest global batch of a 30th to a half of what fits; steps vary by 2 to 6 %."""
     draft.ask["most"] = max(8, round(sum(part.most for part in draft.parts) * log_uniform(chance, 0.03, 0.5)))
     draft.modes = ("free",)
+    roughen(chance, draft)
 
 
 def slow_start(chance: random.Random, draft: Draft) -> None:
-    """Starts of 0.2, 3, 5 or 12 s, budgets of 20 to 120 s; half have a knee at up to 300 ms: flat_then_steep."""
-    if chance.random() < 0.5:
+    """Starts of 0.2, 3, 5 or 12 s, budgets of 20 to 120 s; 3 in 4 have a knee at up to 300 ms: flat_then_steep."""
+    if chance.random() < 0.75:
         knee(chance, draft, 300)
     draft.ask["start"] = chance.choice((0.2, 3.0, 5.0, 5.0, 12.0))
     draft.ask["budget"] = chance.choice(

@@ -25,20 +25,20 @@ def noisy_slow(chance: random.Random, draft: Draft) -> None:
 
 
 def bursts(chance: random.Random, draft: Draft) -> None:
-    """For the first 60 s, every 3 to 12 s somebody takes 10 to 60 % of a device for 0.5 to 2 s."""
+    """For the first 60 s, every 4 to 12 s somebody takes 10 to 50 % of a device for 0.5 to 2 s."""
     at = chance.uniform(0, 5)
     while at < 60:
-        _event(chance, draft, at, chance.uniform(0.5, 2.5), slowed=chance.uniform(0.1, 0.6))
-        at += chance.uniform(3, 12)
+        _event(chance, draft, at, chance.uniform(0.5, 2.5), slowed=chance.uniform(0.1, 0.5))
+        at += chance.uniform(4, 12)
 
 
 def lost(chance: random.Random, draft: Draft) -> None:
-    """The slowest of three is lost after 6 to 18 s; the others differ by up to a fifth: lost_in_race."""
+    """The slowest of three is lost after 9 to 17 s; the others differ by up to a fifth: lost_in_race."""
     redraw(chance, draft, 3)
     first, second, third = draft.parts
     second.fixed, second.slope = first.fixed, first.slope * chance.uniform(1, 1.2)
     third.fixed, third.slope = first.fixed * 1.2, second.slope * chance.uniform(1.1, 1.6)
-    draft.events.append(SimulatedEvent(at_seconds=chance.uniform(6, 18), device=2, lost=True))
+    draft.events.append(SimulatedEvent(at_seconds=chance.uniform(9, 17), device=2, lost=True))
 
 
 def throttle(chance: random.Random, draft: Draft) -> None:
