@@ -25,10 +25,10 @@ def noisy_slow(chance: random.Random, draft: Draft) -> None:
 
 
 def bursts(chance: random.Random, draft: Draft) -> None:
-    """For the first 60 s, every 4 to 12 s somebody takes 10 to 50 % of a device for 0.5 to 2 s."""
+    """For the first 60 s, every 4 to 12 s somebody takes 10 to 60 % of a device for 0.5 to 2 s."""
     at = chance.uniform(0, 5)
     while at < 60:
-        _event(chance, draft, at, chance.uniform(0.5, 2.5), slowed=chance.uniform(0.1, 0.5))
+        _event(chance, draft, at, chance.uniform(0.5, 2.5), slowed=chance.uniform(0.1, 0.6))
         at += chance.uniform(4, 12)
 
 
