@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.balancer.probes.prober import Prober
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest, check_request
+from evener.balancer.request import Request, ResolvedRequest, check_request
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover
@@ -38,7 +39,7 @@ def resolve_request(request: Request) -> ResolvedRequest:
     if found.machine is not None:
         _check_simulated(request)
     _check_engine(request.engine, entry.framework, found.devices)
-    if request.objective == EFFICIENCY:
+    if find_objective(request.objective).needs_energy:
         _check_energy(found.devices, found.machine)
     _check_json(registry.resolve_settings(entry, request.settings))
     if found.machine is not None:

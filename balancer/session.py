@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from evener.balancer import resolve
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.request import EFFICIENCY, Request, ResolvedRequest
+from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.result.explain_failure import explain_no_plan, explain_unfinished
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.decisions import Stop
@@ -165,7 +166,7 @@ class Session(EventThread):
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
-        if self._header.request.objective != EFFICIENCY or not isinstance(seen, Timed):
+        if not find_objective(self._header.request.objective).needs_energy or not isinstance(seen, Timed):
             return
         timed = [one for one in (*self._seen, seen) if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
@@ -182,7 +183,7 @@ class Session(EventThread):
         self._facts = facts
         self._write(FactsEntry(facts))
         self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
-        if self._header.request.objective == "tokens" and not facts.lengths:
+        if find_objective(self._header.request.objective).needs_lengths and not facts.lengths:
             why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
             message = f"{self._header.workload} {why}"
             self._write(FailedEntry(message, at))

@@ -285,4 +285,5 @@ class Problem(msgspec.Struct, frozen=True):
     products: tuple[int, ...] = ()  # the same of its product: a batch takes equal memory on equal ones; empty: unknown
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
-    max_slowdown: float | None = None  # samples/J decide among layouts at most so much slower than the fastest
+    objective: str = "throughput"  # the name of what to have most of
+    max_slowdown: float = 0.0  # that an objective which trades speed may cost: a part of the fastest layout's

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from evener.balancer.families.registry import SOLO
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import explain_measurements as measurements
@@ -15,7 +16,7 @@ from evener.balancer.result.explain import Costs, Tokens, cost_ratios, explain, 
 from evener.balancer.result.explain_hosts import explain_hosts
 from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_samples, name_candidate
-from evener.balancer.result.number_format import efficiency, join_words, percent, relative_error
+from evener.balancer.result.number_format import join_words, percent, relative_error
 from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
@@ -108,13 +109,12 @@ def build_outcome(
         warnings=warnings,
     )
     few_steps = measurements.explain_few_steps(chosen.layout, facts.rows)
-    verdict = _finish_verdict(sentence, plan, search, seen, doubts, header)
+    verdict = _finish_verdict(sentence, search, seen, doubts, header)
     return Outcome(plan, few_steps + explain_short_budget(search, seen, why_stopped) + verdict)
 
 
 def _finish_verdict(
     sentence: str,
-    plan: Plan,
     search: Search,
     seen: Sequence[Observation],
     doubts: Sequence[Warned],
@@ -123,8 +123,8 @@ def _finish_verdict(
     """The sentence with what bounds it: doubts of its figures, or how to measure on, and memory that others hold."""
     chosen = search.best()
     if chosen is None or is_certain(chosen.throughput):
-        said = measurements.add_taken_memory(sentence + explain_efficiency(search, plan), seen, header.devices)
-        return measurements.add_doubt(said, doubts)
+        decided = explain_objective(search, chosen) if chosen else ""
+        return measurements.add_doubt(measurements.add_taken_memory(sentence + decided, seen, header.devices), doubts)
     remedy = measurements.add_remedy(sentence, doubts, header.run)
     return measurements.add_taken_memory(remedy, seen, header.devices)
 
@@ -138,18 +138,19 @@ def explain_failures(search: Search, labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def explain_efficiency(search: Search, plan: Plan) -> str:
-    """What the chosen layout does with its energy, where that decided; else nothing."""
-    slowdown, own = search.problem.max_slowdown, plan.throughput
-    if slowdown is None or not own.samples_per_joule:
+def explain_objective(search: Search, chosen: Result) -> str:
+    """What the chosen layout has of an objective that decided against speed; else nothing."""
+    objective, own = find_objective(search.problem.objective), search.value(chosen)
+    if not objective.trades_speed or not own:
         return ""
-    fastest = max((one.throughput for one in plan.evidence), key=lambda one: one.samples_per_second, default=own)
-    figure = f" It trains {efficiency(own.samples_per_joule)} samples per joule"
-    within = f"of the layouts at most {percent(slowdown)} slower than the fastest"
-    if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
+    others = (*search.results(), *(Result(one.candidate.layout, one.throughput, one.turns) for one in search.ranking()))
+    fastest = max((chosen, *others), key=lambda one: one.throughput.value)
+    figure = f" It trains {objective.write(own)}"
+    within = f"of the layouts at most {percent(search.problem.max_slowdown)} slower than the fastest"
+    other = search.value(fastest)
+    if fastest.throughput.value <= chosen.throughput.value or not other:
         return f"{figure}, the most {within}."
-    more = percent(own.samples_per_joule / fastest.samples_per_joule - 1)
-    return f"{figure}, the most {within}, and {more} more than the fastest."
+    return f"{figure}, the most {within}, and {percent(own / other - 1)} more than the fastest."
 
 
 def explain_by_rows(search: Search) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import msgspec
 from evener.balancer.families.family import Family, PackMode
 from evener.balancer.families.pack import pack_on
 from evener.balancer.families.registry import family_of
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.device_model import DeviceModel
 from evener.balancer.search.layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
@@ -56,7 +57,7 @@ class Candidates:
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         found = [one for family in self.options.wanted for one in self._of(family)]
-        if self._problem.max_slowdown is not None:
+        if find_objective(self._problem.objective).trades_speed:
             found += [Candidate(family_of(layout), layout, True) for layout in self._devices.efficient()]
         allowed = [one for one in found if one.family in self.options.wanted]  # one of the splits may be one device
         return tuple(self._distinct(allowed))

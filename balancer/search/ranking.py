@@ -14,6 +14,8 @@ from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
 
+from evener.balancer.objectives.objective import Objective
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns
 from evener.balancer.search.statistics import normal_cdf, normal_density, relative_error, student
@@ -92,14 +94,14 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """The fastest, or the layout that is preferred within the tolerance.
 
     For a free global batch the smallest one within the tolerance of the fastest. Else, or if the fastest is a pack or a
-    placement, the simplest layout less than 1 % from the fastest. With a `max_slowdown` the one with most samples per
-    joule, of those that are at most so much slower.
+    placement, the simplest layout less than 1 % from the fastest. An objective that trades speed chooses the one that
+    has most of it, of those that are at most `max_slowdown` slower.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
-    if problem.max_slowdown is not None:
+    if (objective := find_objective(problem.objective)).trades_speed:
         within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
-        return max([leader, *within], key=lambda one: samples_per_joule(turns[one.layout]))
+        return max([leader, *within], key=lambda one: value_of(objective, turns[one.layout]))
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         within = [one for one in ran if one.synchronous and _tolerable(gaps[one.layout], problem.tolerance)]
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
@@ -182,10 +184,9 @@ def mean_power(turns: Turns) -> Power | None:
     return Power.mean([power for seen in turns.values() if (power := seen.power)])
 
 
-def samples_per_joule(turns: Turns) -> float:
-    """Of all devices of the request together; 0 where that isn't known."""
-    power = mean_power(turns)
-    return (power.samples_per_joule(throughput(turns).value) or 0.0) if power else 0.0
+def value_of(objective: Objective, turns: Turns) -> float:
+    """How much of an objective a layout has by its turns; 0 where that isn't known."""
+    return objective.value(throughput(turns).value, turns.values())
 
 
 def center(figure: Interval, value: float) -> Interval:

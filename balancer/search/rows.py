@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from evener.balancer.families.even import device_counts
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import plan_curves
 from evener.balancer.search.efficiency import most_efficient
@@ -108,7 +109,7 @@ class RowDevices:
         """Where energy decides: every device alone, and splits over some of the devices that should take least."""
         ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         alone = {layout.active[0]: layout for layout in reversed(ranked)}
-        splits = most_efficient(self.predictions, self._problem.max_slowdown or 0.0)
+        splits = most_efficient(self.predictions, find_objective(self._problem.objective))
         layouts = [*alone.values(), *map(self.predictions.layout, splits)]
         return [layout for layout in layouts if self._model.bounds.hold(layout)]
 

@@ -9,6 +9,7 @@ import msgspec
 
 from evener.balancer.families.family import PackMode
 from evener.balancer.families.registry import PACK
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import (
     Decision,
@@ -254,6 +255,11 @@ class Search:
     def power(self, layout: Layout) -> Power | None:
         """What the devices of the request draw while it trains; None where one doesn't report that."""
         return mean_power(self._reading.turns(layout))
+
+    def value(self, one: Result) -> float:
+        """How much a layout has of the objective, at this rate; 0 where that isn't known."""
+        turns = self._reading.turns(one.layout).values()
+        return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""

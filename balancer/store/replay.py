@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from evener.balancer.probes.prober import Facts
-from evener.balancer.request import EFFICIENCY, allows_passes
+from evener.balancer.request import allows_passes
 from evener.balancer.result.outcome import Outcome, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE
@@ -32,7 +32,8 @@ def make_problem(header: Header, spend_all: bool = False) -> Problem:
         largest_share=header.largest_share,
         micro=allows_passes(request, header.framework),
         spend_all=spend_all,
-        max_slowdown=request.max_slowdown if request.objective == EFFICIENCY else None,
+        objective=request.objective,
+        max_slowdown=request.max_slowdown,
         hosts=hosts if any(hosts) else (),
         products=_number((device.kind, device.name) for device in header.devices),
     )

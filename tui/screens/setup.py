@@ -14,7 +14,8 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
+from evener.balancer.objectives.registry import OBJECTIVES, find_objective
+from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
 from evener.balancer.search.layouts import FAMILIES, LayoutOptions
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -96,7 +97,7 @@ class Setup(UsesApp, VerticalScroll):
     def _options(self) -> Iterable[Widget]:
         choices = {
             "task": tuple(_TASKS),
-            "objective": OBJECTIVES,
+            "objective": tuple(OBJECTIVES),
             "micro": MICROS,
             "precision": PRECISIONS,
             "inputs": INPUTS,
@@ -142,7 +143,7 @@ class Setup(UsesApp, VerticalScroll):
 
     def _task_fields(self) -> frozenset[str]:
         """The fields of the chosen task; how much slower it may be goes with efficiency alone."""
-        efficient = self.query_one("#objective", OneOf).value == EFFICIENCY
+        efficient = find_objective(self.query_one("#objective", OneOf).value).trades_speed
         return _TASKS[self.query_one("#task", OneOf).value] - (frozenset() if efficient else {"max_slowdown"})
 
     def redraw(self) -> None:
