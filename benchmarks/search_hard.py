@@ -79,7 +79,8 @@ def _old_cases(job: HardJob) -> Iterator[Case]:
         fixed, beyond = old.fixed_batch(machine, job.seed), old.batch_beyond(machine, job.seed)
         for mode, batch in (("free", None), ("fixed", fixed), ("beyond", beyond)):
             ask = Ask(**{"batch": batch, **job.asked})  # type: ignore[arg-type]
-            yield Case(job.family, job.seed, f"{mode}, {job.devices} devices", machine, ask)
+            if hard.is_measurable(machine, ask):
+                yield Case(job.family, job.seed, f"{mode}, {job.devices} devices", machine, ask)
 
 
 def _row(case: Case) -> Row:

@@ -36,7 +36,7 @@ def cases(family: str, seed: int, **asked: Any) -> list[Case]:
         FAMILIES[family](chance, draft)
         found = [_ask(mode, draft, random.Random(f"{family}/{seed}/{mode}")) for mode in draft.modes]
         machine = draft.machine()
-        if all(_best_step(machine, ask) <= (ask.budget or 120) / LONG_STEP for ask in found):
+        if all(is_measurable(machine, ask) for ask in found):
             break
     asks = [Ask(**(msgspec.structs.asdict(ask) | asked)) for ask in found]
     return [Case(family, seed, mode, machine, ask) for mode, ask in zip(draft.modes, asks, strict=True)]
@@ -48,13 +48,14 @@ def _ask(mode: str, draft: Draft, chance: random.Random) -> Ask:
     return Ask(batch=_batch(mode, draft, most, chance), **draft.ask)
 
 
-def _best_step(machine: Machine, ask: Ask) -> float:
-    """Seconds of the best layout's step before any event; infinite if nothing fits."""
+def is_measurable(machine: Machine, ask: Ask) -> bool:
+    """Whether a step of the best layout, before any event, takes at most a 15th of the budget."""
     if ask.batch is not None:
         best = search_oracle.fixed(machine, ask.batch, ask.micro, ask.quantum)
     else:
         best = search_oracle.free(machine, ask.tolerance, ask.quantum, ask.most)
-    return best.smallest_batch / best.samples_per_second if best.samples_per_second else math.inf
+    seconds = best.smallest_batch / best.samples_per_second if best.samples_per_second else math.inf
+    return seconds <= (math.inf if ask.budget is None else ask.budget / LONG_STEP)
 
 
 def _batch(mode: str, draft: Draft, most: int, chance: random.Random) -> int | None:
