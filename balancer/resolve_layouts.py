@@ -8,10 +8,10 @@ from typing import cast
 import msgspec
 
 from evener.balancer.families.family import Family, PackMode, Placement
-from evener.balancer.families.registry import find_families
+from evener.balancer.families.registry import FAMILIES, find_families
 from evener.balancer.request import Request, ResolvedRequest
 from evener.balancer.resolve import resolve_request
-from evener.balancer.search.layouts import FAMILIES, Knob, LayoutOptions
+from evener.balancer.search.layouts import Knob, LayoutOptions
 from evener.devices.child_environment import mps_runs
 from evener.devices.nvidia.mps import PROGRAM, find_program
 from evener.devices.types import group_by_host
@@ -30,7 +30,7 @@ def resolve_comparison(
     What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
     nothing is left.
     """
-    families = find_families(_choose("--layouts", layouts or FAMILIES, FAMILIES))
+    families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     knobs = _choose("--try", knobs, KNOBS)
     resolved = resolve_request(request)
     notes: list[str] = []

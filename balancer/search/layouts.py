@@ -11,7 +11,6 @@ from evener.balancer.families.family import Family, PackMode, Placement
 from evener.balancer.types import Layout, layout_of
 from evener.shares import even
 
-FAMILIES = tuple(registry.FAMILIES)
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory in the race
 SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
@@ -20,7 +19,7 @@ SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same
 class LayoutOptions(msgspec.Struct, frozen=True):
     """Which families of layouts a search is asked for, and what the machine offers of them."""
 
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(registry.FAMILIES))
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
     knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well

@@ -14,9 +14,10 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
+from evener.balancer.families.registry import FAMILIES
 from evener.balancer.objectives.registry import OBJECTIVES, find_objective
 from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
-from evener.balancer.search.layouts import FAMILIES, LayoutOptions
+from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.tui.runtime.base_app import UsesApp
@@ -238,7 +239,7 @@ class Setup(UsesApp, VerticalScroll):
             raise RequestError("No --workload of your own is named.", "Write train.py:build, or tick another one.")
         fields = request_fields(typed) | {"share": share}
         if task == COMPARE:
-            words = tuple(parse_words(layouts) or ()) if layouts.strip() else FAMILIES
+            words = tuple(parse_words(layouts) or ()) if layouts.strip() else tuple(FAMILIES)
             fields["compare"] = LayoutOptions(families=words)
         named = None if framework == "auto" else framework
         request = make_request(devices=spec, workload=own, framework=named, **fields)
