@@ -69,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, help="seconds, in place of the default or the family's own")
     parser.add_argument("--starts", type=float, help="seconds that each group of children takes to start")
     parser.add_argument("--first", type=int, default=FIRST_SEED, help="the first seed of --families")
+    parser.add_argument("--laws", action="store_true", help="of --families: the laws that hold for pairs of searches")
     parser.add_argument("--output", type=Path, help="every run of --families as JSON")
     options = parser.parse_args(arguments)
     if options.families:
@@ -99,6 +100,10 @@ def _run_hard(options: argparse.Namespace) -> None:
     seeds = range(options.first, options.first + (options.seeds or HARD_SEEDS))
     todo = search_hard.jobs(families, seeds, asked)
     with ProcessPoolExecutor(options.processes) as pool:
+        if options.laws:
+            found = [one for each in pool.map(search_hard.broken_laws, todo) for one in each]
+            print(search_hard.law_table(found))
+            return
         rows = [row for found in pool.map(search_hard.run, todo, chunksize=4) for row in found]
     print(search_hard.table(rows), search_hard.worst(rows), sep="\n\n")
     if options.output:

@@ -15,6 +15,7 @@ import msgspec
 from benchmarks.search_report import percent, quantile
 from tests.support import machine_families as old
 from tests.support import machine_families_hard as hard
+from tests.support import search_laws as laws
 from tests.support import search_trials as trials
 from tests.support.search_trials import Ask, Case, Trial
 
@@ -114,6 +115,26 @@ def _judged(case: Case, found: Trial, said: str) -> Row:
         why=found.why,
         last=f"{last.stage} {list(last.layout.shares)}" if last else "",
     )
+
+
+def broken_laws(job: HardJob) -> list[tuple[str, str]]:
+    """Each law that a question about the job's machine was put to, and how it was broken; empty if it held."""
+    found = []
+    for case in hard.cases(job.family, job.seed, **job.asked):
+        for name, law in laws.LAWS.items():
+            loss = law(case)
+            said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}: {percent(loss, 1)} %"
+            found.append((name, said if loss > laws.NOISE else ""))
+    return found
+
+
+def law_table(found: Sequence[tuple[str, str]]) -> str:
+    """How often each law was broken, then where."""
+    lines = ["| law | pairs | broken |", "| --- | ---: | ---: |"]
+    for name in laws.LAWS:
+        own = [said for law, said in found if law == name]
+        lines.append(f"| {name} | {len(own)} | {sum(map(bool, own))} |")
+    return "\n".join([*lines, "", *(f"- {name}: {said}" for name, said in found if said)])
 
 
 def table(rows: Sequence[Row]) -> str:

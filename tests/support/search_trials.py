@@ -151,7 +151,7 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
 def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str) -> Trial:
     at, found = prober.last_began, search.best()
     best = best_at(machine, ask, at)
-    rate = oracle.true_rate(machine, found.layout.shares, found.layout.micro, at) if found else 0.0
+    rate = true_rate(machine, found.layout, at) if found else 0.0
     short = Counter(i for one in prober.seen if isinstance(one, OutOfMemory) for i in one.devices)
     return Trial(
         regret=max(0.0, 1 - rate / best) if best else 0.0,
@@ -168,6 +168,11 @@ def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, v
         why=search.why_stopped() or "",
         seen=tuple(prober.seen),
     )
+
+
+def true_rate(machine: Machine, layout: Layout, at: float) -> float:
+    """Samples/s of a layout at that moment."""
+    return oracle.true_rate(machine, layout.shares, layout.micro, at)
 
 
 def best_at(machine: Machine, ask: Ask, at: float) -> float:
