@@ -10,8 +10,7 @@ from operator import gt
 from evener.balancer.search.bounds import Bounds
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
-from evener.balancer.search.model.pass_curve import fit_extra
-from evener.balancer.search.model.step_time import Point, fit_curve
+from evener.balancer.search.model.step_time import Point, fit_curve, fit_extra
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations

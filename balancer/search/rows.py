@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import combinations
 
 from evener.balancer.families.even import device_counts
+from evener.balancer.objectives.objective import Objective
 from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import plan_curves
-from evener.balancer.search.efficiency import most_efficient
 from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import worthwhile_gain
@@ -17,8 +18,12 @@ from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.types import Layout, Probe, Timed, solo
 from evener.plan_layout import Knots
+from evener.waterfill import Allocation
 
 OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
+
+MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most efficient 2, 3, ...
+BEST = 2  # splits that are worth a measurement
 
 
 class RowDevices:
@@ -109,7 +114,7 @@ class RowDevices:
         """Where energy decides: every device alone, and splits over some of the devices that should take least."""
         ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         alone = {layout.active[0]: layout for layout in reversed(ranked)}
-        splits = most_efficient(self.predictions, find_objective(self._problem.objective))
+        splits = _most_efficient(self.predictions, find_objective(self._problem.objective))
         layouts = [*alone.values(), *map(self.predictions.layout, splits)]
         return [layout for layout in layouts if self._model.bounds.hold(layout)]
 
@@ -205,3 +210,32 @@ class RowDevices:
         best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self._problem.max_global_batch or each)
+
+
+def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:
+    """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
+    problem = predictions.model.problem
+    costs = objective.costs(predictions.model.seen.all_timed(), problem.devices)
+    if not costs:
+        return []
+
+    def value(one: Allocation) -> float:
+        shares = dict(one.shares)
+        cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
+        return one.samples_per_second / cost if cost else 0.0
+
+    tops = [one.samples_per_second for one in (predictions.fastest_split, predictions.fastest_single) if one]
+    found = [one for group in _groups(predictions, costs) if (one := predictions.split_over(group))]
+    enough = [one for one in found if one.samples_per_second >= (1 - problem.max_slowdown) * max(tops, default=0.0)]
+    return sorted(enough, key=value, reverse=True)[:BEST]
+
+
+def _groups(predictions: Predictions, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
+    live = predictions.model.live
+    counts = range(2, len(live))
+    if len(live) <= MOST_TO_COMBINE:
+        yield from (group for count in counts for group in combinations(live, count))
+        return
+    rates = {i: one.samples_per_second for i in live if (one := predictions.single(i))}
+    order = sorted(live, key=lambda i: -rates.get(i, 0.0) / max(1.0, costs[i][0]))
+    yield from (tuple(order[:count]) for count in counts)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from evener import waterfill
 from evener.balancer.families.registry import SPLIT
 from evener.balancer.search.layouts import Candidate, divide, shrink
-from evener.balancer.search.model.pass_curve import fit_extra
-from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.model.step_time import Point, fit_extra
 from evener.balancer.search.ranking import choose_winner
 from evener.balancer.search.search import Search
 from evener.balancer.types import (
