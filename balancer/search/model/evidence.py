@@ -134,7 +134,7 @@ def _largest_alone(store: Store, position: int) -> float:
     return max((layout.pass_rows[position] for layout in sizes if layout.traits.alone), default=0.5)
 
 
-def _lost(store: Store, position: int, explored: list[Observation]) -> str:
+def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
     """Why the device is left out, or empty.
 
     It has gone, in whatever stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
