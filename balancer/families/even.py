@@ -26,20 +26,17 @@ class EvenFamily(Family):
     simplicity = 1
     start_cost = 1.5  # its processes have to meet
     equal_shares = True
+    titled = EVEN_SPLIT
+    advice = "Split evenly over {over} ({samples} samples)"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """Over all devices and fewer, once it is clear what batch splits take."""
         return view.even_splits
 
-    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
-        """A group of processes for each number of devices."""
-        groups = len(device_counts(devices))
-        return groups, groups
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """One for each number of devices."""
+        return len(device_counts(devices))
 
     def title(self, layout: Layout, devices: int) -> str:
-        """With the number of devices, where that isn't all."""
-        return EVEN_SPLIT if len(layout.active) == devices else f"even over {len(layout.active)}"
-
-    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
-        """Split evenly over GPU:0 and GPU:1 (128 + 128 samples)."""
-        return f"Split evenly over {over} ({samples} samples)"
+        """The name, with the number of devices where that isn't all."""
+        return self.titled if len(layout.active) == devices else f"even over {len(layout.active)}"

@@ -12,6 +12,7 @@ from evener.balancer.types import Layout
 from evener.plan_layout import KINDS, Traits
 
 PackMode = Literal["", "logical", "mps"]
+MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -22,11 +23,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Offer(Protocol):
-    """What the machine and the workload offer, and what was asked for of it."""
-
-    @property
-    def families(self) -> tuple[str, ...]:
-        """The names of the families that were asked for."""
+    """What the machine and the workload offer to families."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -35,10 +32,6 @@ class Offer(Protocol):
     @property
     def pack_modes(self) -> tuple[PackMode, ...]:
         """How several trainings can share a device."""
-
-    @property
-    def scaling(self) -> bool:
-        """Whether even splits over fewer devices are asked for."""
 
 
 class View(Protocol):
@@ -91,7 +84,10 @@ class Family(ABC):
     more_children = False  # its layouts need processes that exploration doesn't start
     explored = False  # exploration measures its layouts, and costs that only they show
     equal_shares = False  # what frameworks do by default: gains are said against it
-    plural = ""  # of its layouts, in a sentence
+    # its words; {0} is the layout, and over, samples, ratios, mode and alone are what the names say
+    titled: str
+    advice: str
+    subjected = plural = ""  # for families that aren't one training by its shares
 
     @property
     def traits(self) -> Traits:
@@ -102,18 +98,19 @@ class Family(ABC):
     def layouts(self, view: View) -> Sequence[Layout]:
         """Its layouts for the race, the best first."""
 
-    @abstractmethod
-    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
-        """(groups of processes, probes) to measure its layouts once; families of one kind share the groups."""
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """How many groups of processes measure all its layouts once; families of one kind share them."""
+        return 1
 
-    @abstractmethod
     def title(self, layout: Layout, devices: int) -> str:
         """A layout's name in tables and in the plan's evidence; `devices` is how many there are."""
+        return self.titled.format(layout, mode=MODES.get(layout.placement, ""))
 
-    @abstractmethod
-    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
-        """The beginning of the verdict: what to do, over which devices and in which ratios; `only`: there is one."""
+    def advise(self, layout: Layout, samples: str, over: str, ratios: str, alone: str) -> str:
+        """The beginning of the verdict: what to do, with how many samples on each of which devices."""
+        mode = MODES.get(layout.placement, "")
+        return self.advice.format(layout, samples=samples, over=over, ratios=ratios, alone=alone, mode=mode)
 
     def subject(self, layout: Layout) -> str:
         """A layout as the subject of a sentence."""
-        return self.title(layout, len(layout.shares))
+        return self.subjected.format(layout)

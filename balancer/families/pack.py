@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from evener.balancer.families.family import Family, Offer, PackMode, View
 from evener.balancer.types import Layout
 
-MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 SIZES = 2  # that a mode is measured with at the least
 
 
@@ -24,26 +23,15 @@ class PackFamily(Family):
     simplicity = 4
     start_cost = 0.8  # of each training
     more_children = True
+    titled = "pack of {0.processes}{mode}"
+    advice = "Run {0.processes} trainings side by side on {over}{mode}, {0.global_batch} samples each"
+    subjected = "{0.processes} trainings side by side"
     plural = "packs"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """The best number of trainings in each mode, or the fewest."""
         return view.packs
 
-    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
+    def count_groups(self, offer: Offer, devices: int) -> int:
         """Two sizes of each mode."""
-        packs = SIZES * len(offer.pack_modes)
-        return packs, packs
-
-    def title(self, layout: Layout, devices: int) -> str:
-        """With the number of trainings and the mode."""
-        return f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
-
-    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
-        """Run 5 trainings side by side on GPU:0, 256 samples each."""
-        mode = MODES.get(layout.placement, "")
-        return f"Run {layout.processes} trainings side by side on {over}{mode}, {layout.global_batch} samples each"
-
-    def subject(self, layout: Layout) -> str:
-        """5 trainings side by side."""
-        return f"{layout.processes} trainings side by side"
+        return SIZES * len(offer.pack_modes)

@@ -25,6 +25,9 @@ class PlaceFamily(Family):
     fewest_devices = 2
     simplicity = 3
     more_children = True
+    titled = "place {0.placement}"
+    advice = "Place the model's parts as {0.placement} over {over}, {0.global_batch} samples"
+    subjected = "the placement {0.placement}"
     plural = "placements"
 
     def layouts(self, view: View) -> Sequence[Layout]:
@@ -34,18 +37,6 @@ class PlaceFamily(Family):
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
 
-    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
+    def count_groups(self, offer: Offer, devices: int) -> int:
         """A process for each placement."""
-        return len(offer.placements), len(offer.placements)
-
-    def title(self, layout: Layout, devices: int) -> str:
-        """With the placement's name."""
-        return f"place {layout.placement}"
-
-    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
-        """Place the model's parts as towers over GPU:0 and GPU:1, 256 samples."""
-        return f"Place the model's parts as {layout.placement} over {over}, {layout.global_batch} samples"
-
-    def subject(self, layout: Layout) -> str:
-        """The placement towers."""
-        return f"the placement {layout.placement}"
+        return len(offer.placements)

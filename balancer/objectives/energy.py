@@ -9,13 +9,8 @@ from evener.balancer.result.number_format import efficiency
 from evener.balancer.types import Power, Timed
 
 
-class Energy(Objective):
+class Energy(Objective, frozen=True):
     """Samples/s over the power of all devices of the request, idle ones too."""
-
-    name = "samples-per-joule"
-    summary = "the most efficient layout within --max-slowdown of the fastest"
-    unit = "samples per joule"
-    trades_speed = needs_energy = True
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Samples per joule by the mean power of the turns in which every device reported it."""
@@ -35,3 +30,12 @@ class Energy(Objective):
     def write(self, value: float) -> str:
         """3.45 samples per joule."""
         return f"{efficiency(value)} {self.unit}"
+
+
+ENERGY = Energy(
+    "samples-per-joule",
+    "the most efficient layout within --max-slowdown of the fastest",
+    "samples per joule",
+    trades_speed=True,
+    needs_energy=True,
+)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from evener.balancer.types import Timed
 
 
-class Objective:
+class Objective(msgspec.Struct, frozen=True):
     """Something to have most of; where nothing is overridden, samples/s.
 
     An objective that `trades_speed` chooses the layout of the most `value`, among those that are at most a given part
@@ -16,11 +18,11 @@ class Objective:
 
     name: str  # on the command line, in journals and in JSON
     summary: str  # for the help, behind the name
-    unit = "samples/s"
-    trades_speed = False
-    uses_lengths = True  # rows are dealt by what their lengths cost, where they have any
-    needs_lengths = False  # without lengths of rows it can't be counted
-    needs_energy = False  # without the devices' power it can't be counted
+    unit: str = "samples/s"
+    trades_speed: bool = False
+    uses_lengths: bool = True  # rows are dealt by what their lengths cost, where they have any
+    needs_lengths: bool = False  # without lengths of rows it can't be counted
+    needs_energy: bool = False  # without the devices' power it can't be counted
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """How much of it a layout has that trained so fast in these measurements; 0 where that isn't known."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from evener.balancer.objectives.energy import Energy
+from evener.balancer.objectives.energy import ENERGY
 from evener.balancer.objectives.objective import Objective
-from evener.balancer.objectives.speed import SampleSpeed, Speed, TokenSpeed
 from evener.errors import RequestError
 
-SPEED = Speed()
-OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TokenSpeed(), SampleSpeed(), Energy())}
+SPEED = Objective("throughput", "tokens/s where rows have lengths, else samples/s")
+TOKENS = Objective("tokens", "tokens/s", needs_lengths=True)
+SAMPLES = Objective("samples", "samples/s, leaving lengths out", uses_lengths=False)
+OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAMPLES, ENERGY)}
 
 
 def add(objective: Objective) -> None:

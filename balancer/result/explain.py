@@ -106,7 +106,7 @@ def _advice(chosen: Result, labels: Sequence[str], tokens: Tokens) -> str:
     )
     ratios = ":".join(f"{part:.3f}" for part in parts if part)
     family = EVEN if is_even(layout) and layout.traits.together else family_of(layout)
-    advice = family.advice(layout, list_samples(layout), names, ratios, len(labels) == 1)
+    advice = family.advise(layout, list_samples(layout), names, ratios, " alone" if len(labels) > 1 else "")
     return advice + "".join(f", with {KNOBS.get(knob, knob)}" for knob in layout.knobs)
 
 

@@ -171,9 +171,9 @@ class Budget:
         devices, knobs = self._problem.devices, len(self._options.knobs)
         starts, probes = {"": 1.0 + knobs}, 1.0 + knobs
         for family in self._options.wanted:
-            groups, measured = family.to_start(self._options, devices) if devices >= family.fewest_devices else (0, 0)
+            groups = family.count_groups(self._options, devices) if devices >= family.fewest_devices else 0
             starts[family.kind] = max(groups * family.start_cost, starts.get(family.kind, 0.0))
-            probes += measured
+            probes += groups
         return sum(starts.values()), probes
 
     # ------------------------------------------------------------------ what probes cost

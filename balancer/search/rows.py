@@ -11,6 +11,7 @@ from evener.balancer.objectives.objective import Objective
 from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import plan_curves
+from evener.balancer.search.device_model import DeviceModel
 from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import worthwhile_gain
@@ -26,7 +27,7 @@ MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most e
 BEST = 2  # splits that are worth a measurement
 
 
-class RowDevices:
+class RowDevices(DeviceModel):
     """A device's time follows from its number of rows."""
 
     by_rows = True
@@ -46,10 +47,6 @@ class RowDevices:
             return probes
         probe = SplitStage(self.predictions, budget, with_splits).next_probe()
         return (probe,) if probe else ()
-
-    def why_none(self) -> str:
-        """Nothing beyond what is said of each device."""
-        return ""
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
@@ -74,7 +71,7 @@ class RowDevices:
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
-        return plan_curves(self._model, layout) if layout.traits.together else (((), 0),) * self._problem.devices
+        return plan_curves(self._model, layout) if layout.traits.together else super().curves(layout)
 
     # ------------------------------------------------------------------ one device
 

@@ -16,10 +16,10 @@ import msgspec
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import explain_too_long
+from evener.balancer.search.device_model import DeviceModel
 from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
-from evener.plan_layout import Knots
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 ROWS = 8  # of middling length: the first pass
@@ -33,7 +33,7 @@ PROBES_TO_EXPECT = 7  # of each device alone
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
-class TextDevices:
+class TextDevices(DeviceModel):
     """A device's time follows from the lengths of its rows."""
 
     by_rows = False
@@ -66,18 +66,6 @@ class TextDevices:
         """What the last split's step takes beyond the longest own work."""
         return self._text.sync_seconds(self.splits[-1].probe.layout.active) if self.splits else None
 
-    def network_seconds(self, hosts: int) -> float:
-        """Not known: only whole splits are measured."""
-        return 0.0
-
-    def apart_seconds(self, layout: Layout) -> float | None:
-        """Not known: what a device would take for its share depends on which rows those are."""
-        return None
-
-    def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """No curves: costs are in the layout."""
-        return (((), 0),) * self._problem.devices
-
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
@@ -107,14 +95,6 @@ class TextDevices:
             return []
         fastest = max(ran, key=lambda layout: ran[layout][0].samples_per_second)
         return list(dict.fromkeys([list(ran)[-1], fastest]))
-
-    def single_rate(self, layout: Layout) -> float:
-        """Samples/s of one device alone, as predicted."""
-        return self.predicted_rate(layout)
-
-    def efficient(self) -> list[Layout]:
-        """None: splits over fewer devices are not predicted."""
-        return []
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """As many rows for each device of the best split, as they come, in passes that hold the longest rows.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evener.balancer.families import registry
-from evener.balancer.families.family import Family, Offer, View
+from evener.balancer.families.family import Family, View
 from evener.balancer.store import journal, replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
@@ -24,18 +24,11 @@ class SpareFamily(Family):
     name = kind = "spare"
     fewest_devices = 2
     simplicity = 5
+    titled = "one device and a spare"
+    advice = "Use {over} with a spare, {samples} samples a step"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         return [Layout(self.kind, single.shares) for single in view.singles[:1]]
-
-    def to_start(self, offer: Offer, devices: int) -> tuple[int, int]:
-        return 1, 1
-
-    def title(self, layout: Layout, devices: int) -> str:
-        return "one device and a spare"
-
-    def advice(self, layout: Layout, samples: str, over: str, ratios: str, only: bool) -> str:
-        return f"Use {over} with a spare, {samples} samples a step"
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,8 @@ MACHINE = "".join(
 )
 
 
-class Dollars(Objective):
+class Dollars(Objective, frozen=True):
     """Samples/s over what the devices that train cost a second; idle ones are given back."""
-
-    name, summary, unit = "samples-per-dollar", "most for the money", "samples per dollar"
-    trades_speed = True
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         used = next((one.probe.layout.active for one in turns), ())
@@ -39,9 +36,9 @@ class Dollars(Objective):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.add(Dollars())
+    registry.add(Dollars("samples-per-dollar", "most for the money", "samples per dollar", trades_speed=True))
     yield
-    del registry.OBJECTIVES[Dollars.name]
+    del registry.OBJECTIVES["samples-per-dollar"]
 
 
 def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.families.pack import MODES
+from evener.balancer.families.family import MODES
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.result.explain import waiting_share
