@@ -52,26 +52,33 @@ class Observations:
         if len(layout.shares) != self._problem.devices or not layout.active:
             return
         if isinstance(seen, Failed):
-            self._failures[probe] += 1
-            self._failed_seconds[probe] += seen.elapsed_seconds
-            if seen.cause == "device" and self._failures[probe] >= TRIES:
-                self.gone.update(seen.devices)
-                self._devices.clear()
+            self._count_failure(seen)
         else:
             self._shrink(seen.short_bytes)
         before = self._seen.get(probe)
-        repeated = isinstance(seen, Failed) and isinstance(before, Failed)
-        if before is not None and not repeated and rank_observation(before) >= rank_observation(seen):
-            return
+        if before is None:
+            self._index(probe)
         if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
-        if before is None:
-            self._places[layout.kind, layout.active].append(probe)
-            self._by_layout[layout].append(probe)
-            if probe.stage in EXPLORATION:
-                for position in layout.active:
-                    self._explored[position].append(probe)
+        elif not (isinstance(seen, Failed) and isinstance(before, Failed)):
+            return  # a better one is kept
         self._forget(seen)
+
+    def _count_failure(self, seen: Failed) -> None:
+        self._failures[seen.probe] += 1
+        self._failed_seconds[seen.probe] += seen.elapsed_seconds
+        if seen.cause == "device" and self._failures[seen.probe] >= TRIES:
+            self.gone.update(seen.devices)
+            self._devices.clear()
+            self.explored_version += 1
+
+    def _index(self, probe: Probe) -> None:
+        layout = probe.layout
+        self._places[layout.kind, layout.active].append(probe)
+        self._by_layout[layout].append(probe)
+        if probe.stage in EXPLORATION:
+            for position in layout.active:
+                self._explored[position].append(probe)
 
     def _shrink(self, short_bytes: tuple[int, ...]) -> None:
         """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""

@@ -74,11 +74,6 @@ class SearchReading:
         """What is predicted of the devices, and what they should run next."""
         return self._explored.devices
 
-    @property
-    def with_splits(self) -> bool:
-        """Whether splits were asked for."""
-        return self.options.with_splits
-
     @cached_property
     def budget(self) -> Budget:
         """What is left of the budget."""

@@ -184,21 +184,17 @@ class RowDevices(DeviceModel):
 
         As far as it fits; with `whole` the fixed batch or nothing.
         """
-        count, quantum = len(positions), self._quantum
-        least = min(self._model.bounds.safe[i] for i in positions)
-        batch = self._problem.global_batch
-        if batch is None:
-            batch = self._even_batch(positions, splits)
-        batch = max(batch // quantum, count) * quantum
+        count, quantum, fixed = len(positions), self._quantum, self._problem.global_batch
+        batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
         even = split_evenly(self._problem.devices, positions, batch, quantum)
-        layout = self._model.lay_out_safely(even.shares) if even and self._problem.global_batch else None
+        layout = self._model.lay_out_safely(even.shares) if even and fixed else None
         if layout and self._model.knows_passes(layout):
             return layout
-        if -(-batch // quantum // count) * quantum > least:
-            batch = least // quantum * quantum * count
-        if whole and batch != (self._problem.global_batch or batch):
-            return None
-        return split_evenly(self._problem.devices, positions, batch, quantum) if batch else None
+        safe = min(self._model.bounds.safe[i] for i in positions)
+        if even is None or max(even.shares) <= safe:
+            return even
+        smaller = safe // quantum * quantum * count
+        return None if whole and fixed else split_evenly(self._problem.devices, positions, smaller, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         count = len(positions)

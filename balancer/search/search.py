@@ -147,7 +147,7 @@ class Search:
 
     def _explore(self, budget: Budget) -> Decision | None:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
-        probes = self._reading.devices.next_probes(budget, self._reading.with_splits)
+        probes = self._reading.devices.next_probes(budget, self.options.with_splits)
         return Decision(probes, explain_exploring(probes[0], bool(self._reading.devices.splits))) if probes else None
 
     def _explores(self, model: MachineModel) -> bool:
@@ -285,7 +285,7 @@ class Search:
         budget = self._reading.budget
         missing = [one.layout for one in self.unmeasured()]
         live = self._reading.model.live
-        if self._reading.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
+        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         once = budget.enough_for(budget.total_seconds(missing))
         grown = budget.total_seconds(one.layout for one in self.ungrown())
