@@ -23,7 +23,7 @@ from evener.balancer.types import Interval, Layout, Power, Problem, Timed
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
-DRIFT = 0.007  # assumed relative standard deviation between two probes
+PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
@@ -159,7 +159,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
     count = len(ratios)
     spread = stdev(ratios) ** 2 if count > 1 else 0.0
-    assumed = DRIFT_WEIGHT * (own + DRIFT**2)
+    assumed = DRIFT_WEIGHT * (own + PROBE_DRIFT**2)
     return Difference(fmean(ratios), math.sqrt((assumed + (count - 1) * spread) / (DRIFT_WEIGHT + count - 1)), count)
 
 

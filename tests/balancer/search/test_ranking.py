@@ -16,7 +16,7 @@ from evener.balancer.families.pack import pack_on
 from evener.balancer.families.registry import find_family
 from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import (
-    DRIFT,
+    PROBE_DRIFT,
     TIE,
     Difference,
     Standing,
@@ -149,7 +149,7 @@ def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
     own = 2 * relative_error(one[0]) ** 2
     spread = 0.03**2 / 3
     assert found.value == pytest.approx(0.01)
-    assert found.deviation == pytest.approx(math.sqrt((4 * (own + DRIFT**2) + 2 * spread) / 6))
+    assert found.deviation == pytest.approx(math.sqrt((4 * (own + PROBE_DRIFT**2) + 2 * spread) / 6))
     half = 2.4469 * found.deviation / math.sqrt(3)
     assert found.interval().high == pytest.approx(0.01 + half)
     assert found.interval().low == pytest.approx(0.01 - half)
