@@ -38,6 +38,8 @@ def lost(chance: random.Random, draft: Draft) -> None:
     first, second, third = draft.parts
     second.fixed, second.slope = first.fixed, first.slope * chance.uniform(1, 1.2)
     third.fixed, third.slope = first.fixed * 1.2, second.slope * chance.uniform(1.1, 1.6)
+    for part in draft.parts:
+        part.noise = 0.003  # a race of few turns
     draft.events.append(SimulatedEvent(at_seconds=chance.uniform(9, 17), device=2, lost=True))
 
 
