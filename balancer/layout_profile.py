@@ -26,7 +26,7 @@ def profile_ranking(resolved: Job, search: Search, stop: threading.Event) -> lis
         for one in ranked:
             if stop.is_set() or not isinstance(prober, ChildProber):
                 break
-            if one.family == "solo" or len(one.layout.active) > 1:
+            if one.layout.traits.alone or len(one.layout.active) > 1:
                 name = name_candidate(one, len(resolved.devices))
                 profiles.append((name, prober.profile(one.layout, STEPS, stop)))
     return profiles

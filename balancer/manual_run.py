@@ -112,7 +112,7 @@ def _runs(
     prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: RunLength, stop: threading.Event
 ) -> Iterator[TimedRun]:
     samples, spent = 0, 0.0
-    stage: Stage = "split" if layout.kind == "split" else "solo"
+    stage: Stage = "split" if layout.traits.together else "solo"
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
         probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
@@ -125,7 +125,7 @@ def _runs(
             share / part if share and part else None
             for share, part in zip(layout.shares, seen.device_seconds, strict=True)
         )
-        if layout.kind == "split" and not any(own):
+        if layout.traits.together and not any(own):
             alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
         power = seen.power
         yield TimedRun(

@@ -7,7 +7,8 @@ import time
 
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.intake.request import EFFICIENCY, Job, Request
+from evener.balancer.intake.request import Job, Request
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Facts, Prober
 from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished
@@ -155,7 +156,7 @@ class Session(EventThread):
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
-        if self._header.request.objective != EFFICIENCY or not isinstance(seen, Timed):
+        if not find_objective(self._header.request.objective).needs_energy or not isinstance(seen, Timed):
             return
         timed = [one for one in self._run.record.observations if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
@@ -171,7 +172,7 @@ class Session(EventThread):
         """What children say of themselves; RequestError if tokens are to be counted and rows have none."""
         self._run.write(FactsEntry(facts))
         self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
-        if self._header.request.objective == "tokens" and not facts.lengths:
+        if find_objective(self._header.request.objective).needs_lengths and not facts.lengths:
             why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
             message = f"{self._header.workload} {why}"
             self._run.write(FailedEntry(message, at))

@@ -114,7 +114,7 @@ def timed(state: SessionState) -> list[Timed]:
 def best_solo(state: SessionState, device: int) -> Timed | None:
     """The fastest measurement of one device alone."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
-    return _fastest([each for each, layout in layouts if layout.kind == "solo" and layout.active == (device,)])
+    return _fastest([each for each, layout in layouts if layout.traits.alone and layout.active == (device,)])
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
@@ -199,7 +199,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
 
 def _same_way(one: Layout, other: Layout) -> bool:
     """Whether they are one layout, or one device at two batches."""
-    return one.shares == other.shares or (one.kind == "solo" and one.active == other.active)
+    return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
@@ -214,7 +214,7 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
     """
     named = {each.name: each for each in reversed(plan.evidence)}
     shown = [named.get(name) for name in (EVEN_SPLIT, BEST_SINGLE, LARGER_BATCH)]
-    if plan.layout.kind == "solo":
+    if plan.layout.traits.alone:
         splits = [each for name in (EVEN_SPLIT, BEST_SPLIT) if (each := named.get(name))]
         shown[0] = max(splits, key=lambda each: each.throughput.samples_per_second, default=None)
         single = shown[1]

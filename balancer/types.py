@@ -14,8 +14,8 @@ import msgspec
 
 from evener.costs import Cost, Work
 from evener.passes import count_passes, split_passes
+from evener.plan_layout import KINDS, Kind, Traits, check_kind
 
-Kind = Literal["solo", "split", "pack", "place"]
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle
 Cause = Literal[
     "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
@@ -34,6 +34,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     costs: tuple[Cost | None, ...] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
     tokens: tuple[int, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
     length: int = 0  # of every row, where a probe is about one length
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+
+    @property
+    def traits(self) -> Traits:
+        """What follows from its kind."""
+        return KINDS[self.kind]
 
     @property
     def global_batch(self) -> int:
@@ -214,7 +222,7 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: turns of the race from here on were
 
 def upgrade_probe(probe: Probe) -> Probe:
     """A probe of a journal up to 0.1 in today's stages: "rest" was part of "split", "knobs" of "race"."""
-    if probe.stage == "split" and probe.layout.kind == "solo":
+    if probe.stage == "split" and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage="rest")
     if probe.stage == "race" and probe.turn >= KNOBS_BEGAN_AT:
         return msgspec.structs.replace(probe, stage="knobs", turn=probe.turn - KNOBS_BEGAN_AT)
@@ -277,4 +285,5 @@ class Problem(msgspec.Struct, frozen=True):
     products: tuple[int, ...] = ()  # the same of its product: a batch takes equal memory on equal ones; empty: unknown
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
-    max_slowdown: float | None = None  # samples/J decide among layouts at most so much slower than the fastest
+    objective: str = "throughput"  # the name of what to have most of
+    max_slowdown: float = 0.0  # that an objective which trades speed may cost: a part of the fastest layout's

@@ -15,8 +15,7 @@ from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error, relative_half_width
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan import BEST_SINGLE, EVEN_SPLIT, Plan
@@ -58,7 +57,9 @@ def _compared(path: Path) -> Iterator[list[str]]:
     found = replay.make_search(record.header, (entry.seen for entry in record.seen))
     standings = found.ranking()
     alone = [
-        one.throughput.value for one in standings if one.candidate.family == "solo" and not one.candidate.layout.knobs
+        one.throughput.value
+        for one in standings
+        if one.candidate.layout.traits.alone and not one.candidate.layout.knobs
     ]
     for one, words in zip(
         standings, name_all([each.candidate for each in standings], found.problem.devices), strict=True

@@ -2,6 +2,8 @@
 
 python -m benchmarks.search            writes docs/benchmarks/search.md and search.svg
 python -m benchmarks.search --quick    a small sample to the terminal, in well under 40 s
+python -m benchmarks.search --families hard [--budget 40] [--starts 3] [--seeds 20]
+                                       hard machines as users search them, to the terminal; old ones, or any by name
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import msgspec
+
+from benchmarks import search_hard
 from benchmarks.search_report import plot, report
 from benchmarks.search_runs import MODES, Job, SearchOutcome, run
 from tests.support import machine_families as machines
+from tests.support import machine_families_hard as hard_machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")  # one process a core does better than threads for such small matrices
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
 SEEDS = 8
+HARD_SEEDS = 20  # of a hard family
 FIRST_SEED = 1000  # the search was tuned on machines of the seeds below it, and is judged on others
 QUICK_SIZES, QUICK_NOISES = (2, 8), (0.01, 0.03)
 RIVAL_SEEDS = 3  # of every machine
@@ -56,7 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a small sample, to the terminal")
     parser.add_argument("--seeds", type=int, default=None, help=f"machines of each kind ({SEEDS}; quick: 1)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--families", default="", help="hard, old, or names with commas: with a budget, to the terminal"
+    )
+    parser.add_argument("--budget", type=float, help="seconds, in place of the default or the family's own")
+    parser.add_argument("--starts", type=float, help="seconds that each group of children takes to start")
+    parser.add_argument("--first", type=int, default=FIRST_SEED, help="the first seed of --families")
+    parser.add_argument("--laws", action="store_true", help="of --families: the laws that hold for pairs of searches")
+    parser.add_argument("--output", type=Path, help="every run of --families as JSON")
     options = parser.parse_args(arguments)
+    if options.families:
+        _run_hard(options)
+        return
     seeds = options.seeds or (1 if options.quick else SEEDS)
     sizes, noises = (QUICK_SIZES, QUICK_NOISES) if options.quick else (machines.SIZES, machines.NOISES)
     todo = jobs(seeds, sizes, noises, options.quick)
@@ -72,6 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     PAGE.write_text(page, encoding="utf-8")
     plot(outcomes, PAGE.with_suffix(".svg"))
     print(f"wrote {PAGE}")
+
+
+def _run_hard(options: argparse.Namespace) -> None:
+    """Families with a budget: the table, then what went wrong."""
+    sets = {"hard": tuple(hard_machines.FAMILIES), "old": tuple(machines.FAMILIES)}
+    families = [name for word in options.families.split(",") for name in sets.get(word, (word,))]
+    asked = {key: each for key, each in (("budget", options.budget), ("start", options.starts)) if each is not None}
+    seeds = range(options.first, options.first + (options.seeds or HARD_SEEDS))
+    todo = search_hard.jobs(families, seeds, asked)
+    with ProcessPoolExecutor(options.processes) as pool:
+        if options.laws:
+            found = [one for each in pool.map(search_hard.broken_laws, todo) for one in each]
+            print(search_hard.law_table(found))
+            return
+        rows = [row for found in pool.map(search_hard.run, todo, chunksize=4) for row in found]
+    print(search_hard.table(rows), search_hard.worst(rows), sep="\n\n")
+    if options.output:
+        options.output.write_bytes(msgspec.json.encode(rows))
 
 
 if __name__ == "__main__":

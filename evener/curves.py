@@ -12,6 +12,7 @@ from bisect import bisect_right
 
 import msgspec
 
+MOST_FULL = 64  # numbers of passes whose finish times are tried
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
@@ -103,6 +104,12 @@ class PassCurve(msgspec.Struct, frozen=True):
         passes = max(2, full + 1)
         each = self.curve.most_rows((seconds + self.extra) / passes - self.extra)
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
+
+    def breakpoints(self, ceiling: int) -> list[float]:
+        """As of a `Curve`: those of one pass, then where every pass is full."""
+        full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
+        times = [*self.curve.breakpoints(min(ceiling, self.wall)), *map(self.seconds, full), self.seconds(ceiling)]
+        return sorted(set(times))
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:

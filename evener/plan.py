@@ -15,7 +15,18 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan_layout import Kind, PlanLayout, Share, check_layout, complete_layout, make_layout
+from evener.plan_layout import (
+    BEST_SINGLE,
+    BEST_SPLIT,
+    EVEN_SPLIT,
+    LARGER_BATCH,
+    Kind,
+    PlanLayout,
+    Share,
+    check_layout,
+    complete_layout,
+    make_layout,
+)
 from evener.shares import apportion
 from evener.whole_files import read_whole, write_atomically
 
@@ -43,10 +54,6 @@ __all__ = [
 ]
 
 SCHEMA = 2
-EVEN_SPLIT = "even split"  # names in a plan's evidence
-BEST_SPLIT = "best split"
-BEST_SINGLE = "best single device"
-LARGER_BATCH = "larger global batch"
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]

@@ -57,7 +57,7 @@ def describe(share: Share) -> str:
 
 def _check_kind(plan: Plan) -> None:
     """A plan that places a model's parts says nothing about batches; that of a pack is each training's own."""
-    if plan.layout.kind == "place":
+    if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
             "Place them in the script, or make a plan that splits with evener balance.",

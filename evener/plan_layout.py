@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -13,13 +13,46 @@ from evener.costs import Cost
 from evener.errors import PlanError
 
 RATIO_TOLERANCE = 1e-6
+EVEN_SPLIT = "even split"  # names in a plan's evidence
+BEST_SPLIT = "best split"
+BEST_SINGLE = "best single device"
+LARGER_BATCH = "larger global batch"
 
 GPU_IDS = ("GPU-", "MIG-")  # how ids of GPUs begin; each maker's backend in devices/ says so of its own
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
-Kind = Literal["solo", "split", "pack", "place"]
+Kind = str  # of a layout: one of KINDS
 Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bends of a measured curve
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What is the same of all layouts of a kind."""
+
+    alone: bool = False  # one training on one device
+    together: bool = False  # one training on several devices, in step
+    placed: bool = False  # one training whose parts lie on several devices, as the workload says
+    side_by_side: bool = False  # several trainings on one device
+    devices: tuple[int, int] = (1, 1 << 30)  # that have samples: the fewest, and the most
+
+    @property
+    def by_shares(self) -> bool:
+        """Whether it is one training, whose devices have shares of each batch."""
+        return self.alone or self.together
+
+
+KINDS: dict[Kind, Traits] = {
+    "solo": Traits(alone=True, devices=(1, 1)),
+    "split": Traits(together=True, devices=(2, 1 << 30)),
+    "pack": Traits(side_by_side=True),
+    "place": Traits(placed=True),
+}
+
+
+def check_kind(kind: Kind) -> None:
+    """ValueError for a kind that there isn't."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of layout: {', '.join(KINDS)}")
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +86,14 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str = ""  # one of ENGINES; empty where there is no choice
     processes: int = 1  # pack: trainings that run on the device at the same time
     placement: str = ""  # place: the workload's name for it
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind)
+
+    @property
+    def traits(self) -> Traits:
+        """What follows from its kind."""
+        return KINDS[self.kind]
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -122,7 +163,8 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
     if not layout.active:
         raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
-    if (layout.kind == "solo") > (len(layout.active) == 1) or (layout.kind == "split") > (len(layout.active) > 1):
+    fewest, most = layout.traits.devices
+    if not fewest <= len(layout.active) <= most:
         raise PlanError(
             f"{where}.kind is {layout.kind}, but {len(layout.active)} of its devices have samples.",
             "One device is solo, several are a split.",

@@ -21,7 +21,7 @@ from evener.curves import Curve
 from evener.plan_layout import Share
 from evener.share_solver import pass_rows, scale, solve_shares
 
-LEAST_GAIN = 0.02  # in own work; smaller ones aren't worth new shapes
+LEAST_SHIFT = 0.02  # in own work; smaller ones aren't worth new shapes
 NOISE_ERRORS = 3.0  # and so many standard errors of the windows
 FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
 PATIENT_WINDOWS = 32  # the fewest, after a mistake
@@ -126,7 +126,7 @@ class Rebalancer:
         """Shares that the last windows call for, with the factors behind them and the gain; None if it is too small."""
         recent = list(self._windows)[-span:]
         factors = _medians(recent)
-        needed = LEAST_GAIN + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
+        needed = LEAST_SHIFT + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
         if self._hope(factors) < needed:
             return None
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
@@ -179,7 +179,7 @@ class Rebalancer:
         usual = _medians(windows[:-span]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
-        if abs(shifts[rank]) < LEAST_GAIN:
+        if abs(shifts[rank]) < LEAST_SHIFT:
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
             return f"{self._names[rank]} slower by {percent:.0f} % than planned"
@@ -215,7 +215,7 @@ def advise(
     saved = slowest - max(curve.seconds(share) for curve, share in zip(scaled, found, strict=True))
     step = max(step_s, slowest)
     gain = step / (step - saved) - 1
-    return Advice(found, gain, len(curves[0].batches) > 1) if gain >= LEAST_GAIN else None
+    return Advice(found, gain, len(curves[0].batches) > 1) if gain >= LEAST_SHIFT else None
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None)
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
-    knots = {device.curve.largest(seconds, limit, quantum) for seconds in _breakpoints(device, limit)}
+    knots = {device.curve.largest(seconds, limit, quantum) for seconds in device.curve.breakpoints(limit)}
     sizes = {limit, *knots, *(size + quantum for size in knots)}  # a knot may lie between two whole quanta
     allocations = [
         Allocation(((device.position, size),), device.curve.seconds(size)) for size in sizes if quantum <= size <= limit
@@ -252,7 +252,7 @@ def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quant
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     """When some device's curve bends, it is full, or it has done a quantum; of many devices, some of these."""
-    times = sorted({t for x in devices for t in (*_breakpoints(x, x.limit), x.curve.seconds(quantum))})
+    times = sorted({t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))})
     most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:
         times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]
@@ -306,9 +306,3 @@ def _just_reaching(
     sizes = _most(devices, late, quantum)
     shares = {i: sizes[i] for i in _top(sizes, k)}
     return _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)]) if shares else None
-
-
-def _breakpoints(device: DeviceCurve, ceiling: int) -> list[float]:
-    """The finish times at which a free batch may be best."""
-    assert isinstance(device.curve, Curve)  # a free batch has no passes
-    return device.curve.breakpoints(ceiling)

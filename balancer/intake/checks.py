@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import msgspec
 
-from evener.balancer.intake.request import EFFICIENCY, Request
+from evener.balancer.intake.request import Request
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.launch_plan import ONE_PROCESS
 from evener.devices.busy import find_others
 from evener.devices.child_environment import child_environment
@@ -24,7 +25,7 @@ def check_fit(request: Request, framework: str, found: Discovery, hosts: int, se
     if found.machine is not None:
         _check_simulated(request)
     _check_engine(request.engine, framework, found.devices, hosts)
-    if request.objective == EFFICIENCY:
+    if find_objective(request.objective).needs_energy:
         _check_energy(found.devices, found.machine)
     _check_json(settings)
 

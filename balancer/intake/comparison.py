@@ -8,9 +8,11 @@ from typing import cast
 
 import msgspec
 
+from evener.balancer.families.family import Family, PackMode, Placement
+from evener.balancer.families.registry import FAMILIES, find_families
 from evener.balancer.intake.job import take_in
 from evener.balancer.intake.request import Job, Request
-from evener.balancer.search.layouts import FAMILIES, Family, Knob, LayoutOptions, PackMode, Placement
+from evener.balancer.search.layouts import Knob, LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import group_by_host
 from evener.errors import RequestError
@@ -28,7 +30,7 @@ def take_in_comparison(
     What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
     nothing is left.
     """
-    families = _choose("--layouts", layouts or FAMILIES, FAMILIES)
+    families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     knobs = _choose("--try", knobs, KNOBS)
     resolved = take_in(request)
     notes: list[str] = []
@@ -39,15 +41,16 @@ def take_in_comparison(
         notes += [f"Left out: {reason}." for reason in reasons.values() if reason]
     if not possible:
         raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
-    modes = _pack_modes(resolved, mps and "pack" in possible, notes)
-    if "pack" in possible and find_backend(resolved.devices[0].kind).daemon_runs():
+    packs = any(family.traits.side_by_side for family in possible)
+    modes = _pack_modes(resolved, mps and packs, notes)
+    if packs and find_backend(resolved.devices[0].kind).daemon_runs():
         notes.append("An MPS daemon is already running and left alone; plain processes share GPUs through it too.")
     if resolved.machine is not None and knobs:
         notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
         knobs = []
     wanted = LayoutOptions(
-        families=tuple(cast(list[Family], possible)),
-        placements=placements if "place" in possible else (),
+        families=tuple(family.name for family in possible),
+        placements=placements if any(family.traits.placed for family in possible) else (),
         pack_modes=modes,
         knobs=tuple(cast(list[Knob], knobs)),
         left_out=tuple(notes),
@@ -70,13 +73,13 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
     return tuple(Placement(name, entry.placement_devices) for name in entry.placements if name != SINGLE)
 
 
-def _why_impossible(resolved: Job, family: str, placements: Sequence[Placement]) -> str:
+def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
     """Why a family of layouts can't be measured; empty if it can."""
-    if family in ("even", "split", "place") and len(resolved.devices) < 2:
-        return f"{family} needs two devices, and there is one ({resolved.devices[0].label})"
-    if family == "place" and len(group_by_host(resolved.devices)) > 1:
-        return "place needs its devices on one host"
-    if family != "place" or placements:
+    if len(resolved.devices) < family.fewest_devices:
+        return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
+    if family.traits.placed and len(group_by_host(resolved.devices)) > 1:
+        return f"{family.name} needs its devices on one host"
+    if not family.traits.placed or placements:
         return ""
     if resolved.machine is not None:
         return "the simulated machine has no placements"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evener.balancer.intake.request import EFFICIENCY, Job, allows_passes
+from evener.balancer.intake.request import Job, allows_passes
 from evener.balancer.store.journal import Header
 from evener.balancer.types import Problem
 
@@ -24,7 +24,8 @@ def make_problem(asked: Job | Header, spend_all: bool = False) -> Problem:
         largest_share=asked.largest_share,
         micro=allows_passes(request, asked.framework),
         spend_all=spend_all,
-        max_slowdown=request.max_slowdown if request.objective == EFFICIENCY else None,
+        objective=request.objective,
+        max_slowdown=request.max_slowdown,
         hosts=hosts if any(hosts) else (),
         products=_number((device.kind, device.name) for device in devices),
     )

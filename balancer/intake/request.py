@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective
 from evener.balancer.result.number_format import join_words
 from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.simulated.machine import Machine
@@ -14,8 +15,6 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 LARGEST_BATCH = 1 << 30
-EFFICIENCY = "samples-per-joule"
-OBJECTIVES = ("throughput", "tokens", "samples", EFFICIENCY)
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
@@ -33,10 +32,8 @@ class Request(msgspec.Struct, frozen=True):
     global_batch: int | None = None  # fixed: the shares sum to it
     max_global_batch: int | None = None
     multiple_of: int = 1
-    objective: str = (
-        "throughput"  # tokens/s where rows have lengths, else samples/s; or one of these two; or efficiency
-    )
-    max_slowdown: float = 0.1  # that efficiency may cost: a part of the fastest layout's samples/s
+    objective: str = SPEED.name  # the name of what to have most of
+    max_slowdown: float = 0.1  # that an objective which trades speed may cost: a part of the fastest layout's
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0
@@ -72,7 +69,7 @@ def allows_passes(request: Request, framework: str) -> bool:
 def deals_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are dealt by what they cost: that takes passes, and PyTorch's loader."""
     possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
-    return possible and request.objective != "samples"
+    return possible and find_objective(request.objective).uses_lengths
 
 
 def check_request(request: Request) -> None:
@@ -99,7 +96,7 @@ def check_request(request: Request) -> None:
     if not (math.isfinite(request.pace) and request.pace >= 0):
         raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
     for option, word, words in (
-        ("--objective", request.objective, OBJECTIVES),
+        ("--objective", request.objective, tuple(OBJECTIVES)),
         ("--precision", request.precision, PRECISIONS),
         ("--input", request.input, INPUTS),
         ("--engine", request.engine, ENGINES),

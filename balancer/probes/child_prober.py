@@ -215,7 +215,7 @@ class ChildProber:
 
     def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:
         """What others hold of each device's memory; empty for nothing. `clean`: no child of this layout runs."""
-        if key.kind == "pack":
+        if key.traits.side_by_side:
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
             taken = {position for other in self._idle for position in other.positions}
@@ -243,7 +243,7 @@ class ChildProber:
             group.receive(Ready, self._timeouts.build, stop)
             group.import_seconds = time.monotonic() - started
             progress.enter("building")
-            grouped = key.kind == "split" and len(assigned) > 1
+            grouped = key.traits.together and len(assigned) > 1
             peers = self._hosts.find_addresses([devices[0] for devices in assigned]) if grouped else ()
             commands = build_commands(self._resolved, key, assigned, environments, ranks, peers)
             replies = group.call(lambda rank: commands[rank], Built, self._timeouts.build, stop)
@@ -258,7 +258,7 @@ class ChildProber:
 
     def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
         """How a child is started; GroupError if it needs an MPS daemon and none can be started."""
-        mps = key.kind == "pack" and key.placement == "mps"
+        mps = key.traits.side_by_side and key.placement == "mps"
         try:
             return self._hosts.find(devices[0]).make_environment(devices, mps)
         except HostLostError:

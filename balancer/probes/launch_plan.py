@@ -16,6 +16,7 @@ from evener.balancer.types import Layout
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
+from evener.plan_layout import KINDS, Traits
 from evener.workloads.protocol import Input, Place, Precision
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
@@ -32,6 +33,11 @@ class GroupKey(msgspec.Struct, frozen=True):
     placement: str
     knobs: tuple[str, ...]
 
+    @property
+    def traits(self) -> Traits:
+        """What follows from the layout's kind."""
+        return KINDS[self.kind]
+
     @classmethod
     def for_layout(cls, layout: Layout) -> GroupKey:
         """The children that a layout needs."""
@@ -41,7 +47,7 @@ class GroupKey(msgspec.Struct, frozen=True):
 def choose_engine(resolved: Job, key: GroupKey) -> str:
     """How a split over these devices is kept in step; empty for a layout without a choice."""
     engine = resolved.request.engine
-    if key.kind != "split":
+    if not key.traits.together:
         return ""
     if resolved.framework == "torch":
         return "ddp"
@@ -54,13 +60,13 @@ def choose_engine(resolved: Job, key: GroupKey) -> str:
 
 def runs_in_one_process(resolved: Job, key: GroupKey) -> bool:
     """Whether one process drives all of its devices."""
-    return key.kind == "place" or choose_engine(resolved, key) in ONE_PROCESS
+    return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
 
 
 def assign_devices(resolved: Job, key: GroupKey) -> list[list[Device]]:
     """The devices of each child, in rank order."""
     devices = [resolved.devices[i] for i in key.positions]
-    if key.kind == "pack" and key.placement == "logical":
+    if key.traits.side_by_side and key.placement == "logical":
         devices = [_split_memory(device, key.processes) for device in devices]
     one_process = runs_in_one_process(resolved, key)
     return ([devices] if one_process else [[device] for device in devices]) * key.processes
@@ -103,7 +109,7 @@ def build_commands(
             precision=MIXED if "mixed" in key.knobs else cast(Precision, request.precision),
             xla=request.xla or "xla" in key.knobs,
             input=cast(Input, request.input),
-            placement=key.placement if key.kind == "place" else "",
+            placement=key.placement if key.traits.placed else "",
         )
         commands.append(
             Build(

@@ -96,7 +96,7 @@ class _SimulatedProbe:
             return self._failed(missing)
         if lost := self._lost(0.0):
             return lost
-        if layout.kind == "place":
+        if layout.traits.placed:
             placement = machine.placement(layout.placement)
             assert placement is not None, "a missing one has failed above"
             step = max(SHORTEST_STEP_SECONDS, placement.seconds(layout.global_batch))
@@ -117,9 +117,9 @@ class _SimulatedProbe:
     def _missing(self) -> str:
         """Why the simulated machine can't run the layout; empty if it can."""
         layout = self._probe.layout
-        if layout.kind == "place" and self._machine.placement(layout.placement) is None:
+        if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
-        if layout.kind == "pack" and layout.placement:
+        if layout.traits.side_by_side and layout.placement:
             return "simulated devices share memory between plain processes only"
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
@@ -127,7 +127,7 @@ class _SimulatedProbe:
         """Seconds of one step and of each active device's own part in it, without noise."""
         layout, machine = self._probe.layout, self._machine
         active = layout.active
-        crowd = len(self._busy | set(active)) > 1 if layout.kind != "split" else len(active) > 1
+        crowd = len(self._busy | set(active)) > 1 if not layout.traits.together else len(active) > 1
         parts = tuple(self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares))
         slowest = max((part for part in parts if part is not None), default=0.0)
         return max(SHORTEST_STEP_SECONDS, slowest + machine.sync_seconds(active)), parts
@@ -174,7 +174,7 @@ class _SimulatedProbe:
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
         """Of each device; unknown for one that another probe uses, or whose power isn't written down."""
         layout, found = self._probe.layout, list[float | None]()
-        if layout.kind == "place":  # how busy its parts are isn't written down either
+        if layout.traits.placed:  # how busy its parts are isn't written down either
             return ()
         for position, device in enumerate(self._machine.devices):
             rate = layout.shares[position] * layout.processes / step
@@ -201,7 +201,7 @@ class _SimulatedProbe:
 
     def _memory(self) -> tuple[int | None, ...]:
         layout = self._probe.layout
-        if layout.kind == "place":
+        if layout.traits.placed:
             return (None,) * len(layout.shares)
         return tuple(
             self._machine.memory_bytes(i, rows) * layout.processes if rows else None

@@ -9,21 +9,12 @@ from evener.balancer.search.layouts import Candidate
 from evener.balancer.types import Layout
 from evener.plan import BEST_SPLIT
 
-PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 
 def name_candidate(one: Candidate, devices: int) -> str:
     """The layout's name in tables and in the plan's evidence."""
-    layout = one.layout
-    name = {
-        "solo": "best single device",
-        "even": "even split" if len(layout.active) == devices else f"even over {len(layout.active)}",
-        "split": BEST_SPLIT,
-        "pack": f"pack of {layout.processes}{PACK_MODES.get(layout.placement, '')}",
-        "place": f"place {layout.placement}",
-    }[one.family]
-    return name + "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
+    return one.family.title(one.layout, devices) + "".join(f", {KNOBS.get(knob, knob)}" for knob in one.layout.knobs)
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
@@ -34,7 +25,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
     names: list[str] = []
     for one in found:
         name = name_candidate(one, devices)
-        if name in names or (names and found[0].layout.kind == "split" and name == BEST_SPLIT):
+        if name in names or (names and found[0].layout.traits.together and name == BEST_SPLIT):
             name = f"another {name.removeprefix('best ')}"
         if name in names:
             name = f"{name}, {list_samples(one.layout)}"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from evener.balancer.families.registry import SOLO
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import measurements
@@ -94,7 +96,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         *measurements.find_few_steps(chosen.layout, facts.rows),
         *find_short_budget(search, record.observations, end),
         *find_verdict(search, chosen, rivals, devices),
-        *(find_efficiency(search, throughput, evidence) if known else [measurements.find_remedy(doubts, header.run)]),
+        *(find_objective_reached(search, chosen) if known else [measurements.find_remedy(doubts, header.run)]),
         *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
         *(measurements.find_weakness(doubts) if known else ()),
     )
@@ -146,22 +148,24 @@ def find_failures(search: Search, devices: int) -> Iterator[Finding]:
             yield Finding("not_compared.out_of_memory", {"layout": layout})
 
 
-def find_efficiency(search: Search, own: Throughput, evidence: Sequence[Evidence]) -> Iterator[Finding]:
-    """The samples per joule of the chosen layout, where they decided."""
-    slowdown = search.problem.max_slowdown
-    if slowdown is None or not own.samples_per_joule:
+def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
+    """What the chosen layout has of an objective that decided against speed."""
+    objective, own = find_objective(search.problem.objective), search.value(chosen)
+    if not objective.trades_speed or not own:
         return
-    values = {"samples_per_joule": own.samples_per_joule, "slowdown": slowdown}
-    fastest = max((one.throughput for one in evidence), key=lambda one: one.samples_per_second, default=own)
-    if fastest.samples_per_second <= own.samples_per_second or not fastest.samples_per_joule:
-        yield Finding("energy.most", values)
+    others = (*search.results(), *(Result(one.candidate.layout, one.throughput, one.turns) for one in search.ranking()))
+    fastest = max((chosen, *others), key=lambda one: one.throughput.value)
+    other, amount = search.value(fastest), objective.write(own)
+    values = {"objective": objective.name, "value": own, "amount": amount, "slowdown": search.problem.max_slowdown}
+    if fastest.throughput.value <= chosen.throughput.value or not other:
+        yield Finding("objective.most", values)
     else:
-        yield Finding("energy.more", values | {"gain": own.samples_per_joule / fastest.samples_per_joule - 1})
+        yield Finding("objective.more", values | {"gain": own / other - 1})
 
 
 def find_unequal_rows(search: Search) -> Iterator[Finding]:
     """Layouts that were asked for and aren't compared with rows that are dealt by cost."""
-    asked = [word for family, word in (("pack", "packs"), ("place", "placements")) if family in search.options.families]
+    asked = [family.plural for family in search.options.wanted if not family.traits.by_shares]
     if asked and search.mean_length:
         yield Finding("not_compared.by_rows", {"layouts": asked})
 
@@ -193,7 +197,7 @@ def find_short_budget(search: Search, seen: Sequence[Observation], end: RunEnd) 
     """A budget that was over before any split was tried, and what starting processes took of it."""
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
     budget = search.problem.budget_seconds
-    if tried or not end.late or budget is None or search.problem.devices < 2 or "split" not in search.options.families:
+    if tried or not end.late or budget is None or search.problem.devices < 2 or not search.options.with_splits:
         return
     at_once = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage == "solo"]
     later = [one.start_seconds for one in seen if isinstance(one, Timed) and one.probe.stage != "solo"]
@@ -219,7 +223,7 @@ def _write_evidence(
     def compare_solo(one: Result) -> Rival:
         """The same comparison of one layout wherever it stands; the plan has one figure."""
         figure = chosen.throughput if one.layout == chosen.layout else one.throughput
-        return by_layout.get(one.layout) or compare(chosen, Candidate("solo", one.layout), figure)
+        return by_layout.get(one.layout) or compare(chosen, Candidate(SOLO, one.layout), figure)
 
     if single is not None and BEST_SINGLE not in names:
         found.append((BEST_SINGLE, compare_solo(single)))
@@ -270,7 +274,7 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
         layout.shares,
         micros=layout.pass_rows,
         ratios=cost_ratios(layout.costs, row_tokens) if layout.costs else None,
-        engine=engine if layout.kind == "split" else "",
+        engine=engine if layout.traits.together else "",
         processes=layout.processes,
         placement=layout.placement,
     )

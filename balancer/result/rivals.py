@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.balancer.families.family import Family
+from evener.balancer.families.registry import EVEN, SOLO, SPLIT, family_of
 from evener.balancer.result.gains import is_comparable, printed_gain
 from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.layouts import Candidate, is_even
 from evener.balancer.search.ranking import Standing, overlap
-from evener.balancer.types import Interval, Result
+from evener.balancer.types import Interval, Layout, Result
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -25,9 +27,9 @@ class Rival(msgspec.Struct, frozen=True):
     compared: bool = True  # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
 
     @property
-    def family(self) -> str:
-        """The family of a layout without other knobs; "knobs" for the others."""
-        return "knobs" if self.candidate.layout.knobs else self.candidate.family
+    def family(self) -> Family | None:
+        """The layout's family; None for one with other knobs."""
+        return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
         """The gain of the chosen layout by the two printed rates, or as measured in turn."""
@@ -44,17 +46,17 @@ def list_rivals(
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
-    raced = any(one.candidate.family == "solo" for one in ranking) or (single and single.layout == chosen.layout)
+    raced = any(one.candidate.layout.traits.alone for one in ranking) or (single and single.layout == chosen.layout)
     return (
         *_fastest_split(chosen, ranking, results),
         *(compare(chosen, one.candidate, one.throughput, one if won else None) for one in others),
-        *([compare(chosen, Candidate("solo", single.layout), single.throughput)] if single and not raced else ()),
+        *([compare(chosen, Candidate(SOLO, single.layout), single.throughput)] if single and not raced else ()),
     )
 
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
-    splits = [one for one in results if one.layout.kind == "split" != chosen.layout.kind]
-    found = [compare(chosen, Candidate("split", one.layout), one.throughput) for one in splits]
+    splits = [one for one in results if one.layout.traits.together and not chosen.layout.traits.together]
+    found = [compare(chosen, Candidate(SPLIT, one.layout), one.throughput) for one in splits]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
     return [fastest] if fastest and fastest.candidate.layout not in raced else []
@@ -77,16 +79,20 @@ def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standin
     return Rival(rival, figure, value if paired else gain, paired=paired)
 
 
+def find_own_family(layout: Layout) -> Family:
+    """The family of a chosen layout; a split whose shares came out equal is an even one."""
+    return EVEN if is_even(layout) and layout.traits.together else family_of(layout)
+
+
 def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
     """A name for each, beside the chosen layout's own."""
     layout = chosen.layout
-    family = layout.kind if layout.kind != "split" else "even" if is_even(layout) else "split"
-    return name_all([Candidate(family, layout), *(one.candidate for one in rivals)], devices)[1:]
+    return name_all([Candidate(find_own_family(layout), layout), *(one.candidate for one in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:
     """The fastest layout of one training with more samples, if it is faster than the chosen one."""
-    if chosen.layout.kind not in ("solo", "split"):
+    if not chosen.layout.traits.by_shares:
         return None
     faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
     larger = [one for one in faster if one.candidate.layout.global_batch > chosen.layout.global_batch]

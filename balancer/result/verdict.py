@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.families.registry import FAMILIES
 from evener.balancer.result.gains import is_certain, is_rough, printed_gain
 from evener.balancer.result.layout_names import list_shares
 from evener.balancer.result.number_format import relative_error
-from evener.balancer.result.rivals import Rival, find_larger, name_rivals
+from evener.balancer.result.rivals import Rival, find_larger, find_own_family, name_rivals
 from evener.balancer.result.words import Finding
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.search import Search
@@ -76,25 +77,19 @@ def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float,
 def _advise(chosen: Result, labels: Sequence[str], row_tokens: float) -> Finding:
     """The layout to take."""
     layout = chosen.layout
-    code: str = layout.kind
-    values: dict[str, Any] = {
+    parts = [share / layout.global_batch for share in layout.shares]
+    values = {
         "devices": [labels[i] for i in layout.active],
         "samples": layout.global_batch,
         "shares": list_shares(layout),
+        "ratios": [part for part in (cost_ratios(layout.costs, row_tokens) if layout.costs else parts) if part],
+        "trainings": layout.processes,
+        "mode": layout.placement,
+        "placement": layout.placement,
+        "alone": len(labels) > 1,
         "knobs": list(layout.knobs),
     }
-    if layout.costs:
-        code, values["ratios"] = "cost", [ratio for ratio in cost_ratios(layout.costs, row_tokens) if ratio]
-    elif code == "split" and is_even(layout):
-        code = "even"
-    elif code == "split":
-        values["ratios"] = [layout.shares[i] / layout.global_batch for i in layout.active]
-    more: dict[str, dict[str, Any]] = {
-        "pack": {"trainings": layout.processes, "mode": layout.placement},
-        "place": {"placement": layout.placement},
-        "solo": {"alone": len(labels) > 1},
-    }
-    return Finding(f"advice.{code}", values | more.get(code, {}))
+    return Finding("advice.cost" if layout.costs else f"advice.{find_own_family(layout).name}", values)
 
 
 def _describe_figure(search: Search, chosen: Result) -> Finding:
@@ -111,16 +106,17 @@ def _describe_figure(search: Search, chosen: Result) -> Finding:
 def _find_gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> Iterator[Finding]:
     """What a layout over several devices, or of several trainings, gains over an even split and one device alone."""
     layout = chosen.layout
-    if layout.kind == "split" and not is_even(layout):
-        even = _first(rivals, "even", devices=len(layout.active))
+    if layout.traits.together and not is_even(layout):
+        evens = [one for one in rivals if one.family and one.family.equal_shares]
+        even = next((one for one in evens if len(one.candidate.layout.active) == len(layout.active)), None)
         if even:
             yield _compare(chosen, even, "even_by_rows" if layout.costs else "even")
-    single = _first(rivals, "solo")
-    if layout.kind == "solo" or single is None:
+    single = next((one for one in rivals if one.family and one.candidate.layout.traits.alone), None)
+    if layout.traits.alone or single is None:
         return
     (position,) = single.candidate.layout.active
     yield _compare(chosen, single, labels[position])
-    if layout.kind == "pack":  # trainings side by side lose each
+    if layout.traits.side_by_side:  # trainings side by side lose each
         own = layout.global_batch * layout.processes / chosen.throughput.value
         times = own / (single.candidate.layout.global_batch / single.throughput.value)
         yield Finding("each.slower", {"times": times})
@@ -155,9 +151,9 @@ def _find_split_losses(
     search: Search, chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
 ) -> Iterator[Finding]:
     """What the best split loses and why, if another layout is chosen; or why nothing is said of it."""
-    if chosen.layout.kind == "split" or len(labels) < 2:
+    if chosen.layout.traits.together or len(labels) < 2:
         return
-    splits = [one for one in rivals if one.family in ("even", "split")]
+    splits = [one for one in rivals if one.family and one.candidate.layout.traits.together]
     split = next((one for one in splits if one.compared), None)
     if split:
         layout, speed = split.candidate.layout, split.throughput.value
@@ -171,7 +167,7 @@ def _find_split_losses(
             yield cause
     elif any(not is_certain(one.throughput) for one in splits):
         yield Finding("split.unknown")
-    elif chosen.layout.kind == "solo":
+    elif chosen.layout.traits.alone:
         yield Finding("split.unmeasured", {"batch": chosen.layout.global_batch if splits else None})
 
 
@@ -179,7 +175,7 @@ def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
     """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
     split = rival.candidate.layout
     apart, known = search.apart_seconds(split), search.sync_seconds()
-    if chosen.layout.kind != "solo" or (apart is None and known is None):
+    if not chosen.layout.traits.alone or (apart is None and known is None):
         return None
     batch, sync, share = split.global_batch, known or 0.0, max(split.shares)
     took, whole = (batch / one.throughput.value for one in (rival, chosen))
@@ -194,11 +190,11 @@ def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
 
 def _find_other_losses(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
     """What packs and placements lose."""
-    for family in ("pack", "place"):
-        rival = _first(rivals, family)
-        if chosen.layout.kind != family and rival is not None and not rival.tie:
+    for family in FAMILIES.values():
+        rival = next((one for one in rivals if one.family is family), None)
+        if family.subjected and chosen.layout.kind != family.kind and rival is not None and not rival.tie:
             layout = rival.candidate.layout
-            yield _lose_or_win(family, chosen, rival, trainings=layout.processes, placement=layout.placement)
+            yield _lose_or_win(family.name, chosen, rival, trainings=layout.processes, placement=layout.placement)
 
 
 def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
@@ -227,7 +223,11 @@ def _find_knobs(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
 def _find_ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> Iterator[Finding]:
     """Packs and placements that tie, and those of which too little is certain."""
     names = name_rivals(chosen, rivals, devices)
-    tied = [pair for pair in zip(names, rivals, strict=True) if pair[1].tie and pair[1].family in ("pack", "place")]
+    tied = [
+        (name, one)
+        for name, one in zip(names, rivals, strict=True)
+        if one.tie and one.family and not one.candidate.layout.traits.by_shares
+    ]
     for code, unclear in (("tie.certain", False), ("tie.unclear", True)):
         found = [name for name, one in tied if one.unclear == unclear][:MOST_TIES]
         if found:
@@ -243,7 +243,7 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
     own = list_hosts(chosen.layout)
     wider = [one for one in search.results() if len(list_hosts(one.layout)) > len(own)]
     fastest = max(wider, key=lambda one: one.throughput.value, default=None)
-    if chosen.layout.kind != "split" or fastest is None or fastest.throughput.value >= chosen.throughput.value:
+    if not chosen.layout.traits.together or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return
     there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
     seconds, loss = search.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
@@ -256,11 +256,6 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
         "network_seconds": seconds if seconds >= COVERS * loss * batch / speed else None,
     }
     yield Finding("hosts.left_out", values)
-
-
-def _first(rivals: Sequence[Rival], family: str, devices: int | None = None) -> Rival | None:
-    found = (one for one in rivals if one.family == family)
-    return next((one for one in found if devices is None or len(one.candidate.layout.active) == devices), None)
 
 
 def _error(figure: Interval) -> float:

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.result.layout_names import KNOBS, PACK_MODES, join_shares
-from evener.balancer.result.number_format import efficiency, join_words, milliseconds, percent, rate
+from evener.balancer.families.family import MODES
+from evener.balancer.families.registry import FAMILIES
+from evener.balancer.result.layout_names import KNOBS, join_shares
+from evener.balancer.result.number_format import join_words, milliseconds, percent, rate
 
 GIB = 1 << 30
 
@@ -43,7 +45,7 @@ DOUBTS = {  # the reason not to trust a verdict, the worst first
 UNCERTAIN = {**DOUBTS, "noisy": "its steps vary much", "too_short": "it was timed too shortly"}  # of samples/s
 RIVALS = {"even": "the even split", "even_by_rows": "the even split of rows as they come"}
 BETWEEN = {  # the parts of a verdict, by the first word of their code; "; " between the others
-    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "energy"), ". "),
+    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective"), ". "),
     "figure": ": ",
     "gain": ", ",
     "each": ", though ",
@@ -55,7 +57,6 @@ BETWEEN = {  # the parts of a verdict, by the first word of their code; "; " bet
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "rate": lambda speed: f"{rate(speed)} samples/s",
     "tokens": lambda speed: f"{rate(speed)} tokens/s",
-    "joule": efficiency,
     "ms": milliseconds,
     "and": join_words,
     "percent": percent,
@@ -70,7 +71,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "error": lambda share: "" if percent(share, 1) == percent(0.0, 1) else f" ± {percent(share, 1)}",
     "±": lambda share: f"± {percent(share, 1)}",
     "alone": lambda alone: " alone" if alone else "",
-    "mode": lambda mode: PACK_MODES.get(mode, ""),
+    "mode": lambda mode: MODES.get(mode, ""),
+    "be": lambda trainings: "are" if trainings > 1 else "is",
+    "lose": lambda trainings: "lose" if trainings > 1 else "loses",
     "knobs": lambda knobs: " and ".join(KNOBS.get(knob, knob) for knob in knobs),
     "with": lambda knobs: "".join(f", with {KNOBS.get(knob, knob)}" for knob in knobs),
     "over": lambda rival: RIVALS.get(rival, f"{rival} alone"),
@@ -102,13 +105,6 @@ SENTENCES = {
     "epoch.few_steps": "An epoch is {steps:steps}, as a step takes {batch} of the {rows} rows{bound:bound}",
     "budget.no_split": "The budget of {budget_seconds:g} s was over before any split was measured: starting processes"
     " took {start_seconds:.0f} s of it, and --budget {enough_seconds}s should do",
-    "advice.cost": "Split the cost of each batch {ratios:ratios} over {devices:and} ({samples} samples){knobs:with}",
-    "advice.even": "Split evenly over {devices:and} ({shares:shares} samples){knobs:with}",
-    "advice.split": "Split {ratios:ratios} over {devices:and} ({shares:shares} samples){knobs:with}",
-    "advice.pack": "Run {trainings} trainings side by side on {devices:and}{mode:mode}, {samples} samples"
-    " each{knobs:with}",
-    "advice.place": "Place the model's parts as {placement} over {devices:and}, {samples} samples{knobs:with}",
-    "advice.solo": "Use {devices:and}{alone:alone}, {shares:shares} samples a step{knobs:with}",
     "unknown.figure": "The samples/s aren't known ({error:±})",
     "figure.samples": "{samples_per_second:rate}{error:error}",
     "figure.tokens": "{tokens_per_second:tokens}{error:error} ({samples_per_second:rate}, {padding:percent}"
@@ -126,10 +122,6 @@ SENTENCES = {
     "cause.longest_part": ", because its longest part alone still takes {longest_seconds:ms}{whole:against}",
     "cause.sync": ", because keeping them in step costs {sync_seconds:ms} a step",
     "cause.unexplained": ": its step takes {step_seconds:ms}{longest_seconds:part}; the rest isn't explained",
-    "pack.faster": "{trainings} trainings side by side{batch:at} are {gain:gain} faster{paired:in_turn}",
-    "pack.loses": "{trainings} trainings side by side{batch:at} lose {loss:loss}{paired:in_turn}",
-    "place.faster": "the placement {placement}{batch:at} is {gain:gain} faster{paired:in_turn}",
-    "place.loses": "the placement {placement}{batch:at} loses {loss:loss}{paired:in_turn}",
     "larger.adds": "{samples} samples a step would add {gain:fine}{paired:in_turn}",
     "larger.adds_about": "{samples} samples a step would add {gain:rough}{paired:in_turn}",
     "knob.same": "{knobs:knobs} makes no difference",
@@ -139,10 +131,9 @@ SENTENCES = {
     "tie.unclear": "{layouts:and} can't be distinguished from it yet",
     "hosts.left_out": "{hosts:and} {hosts:is} left out: the fastest split over {most} hosts{batch:at,} makes"
     " {samples_per_second:rate}, {loss:loss} less{network_seconds:network}",
-    "energy.most": "It trains {samples_per_joule:joule} samples per joule, the most of the layouts at most"
-    " {slowdown:percent} slower than the fastest",
-    "energy.more": "It trains {samples_per_joule:joule} samples per joule, the most of the layouts at most"
-    " {slowdown:percent} slower than the fastest, and {gain:percent} more than the fastest",
+    "objective.most": "It trains {amount}, the most of the layouts at most {slowdown:percent} slower than the fastest",
+    "objective.more": "It trains {amount}, the most of the layouts at most {slowdown:percent} slower than the fastest,"
+    " and {gain:percent} more than the fastest",
     "remedy.measure_on": "{doubt:as}: evener balance --resume {run} --budget +5m measures on",
     "taken.verdict": "others hold memory of {devices:and}, which is left to them",
     "doubt.verdict": "{doubt:doubt}: {doubt:again}",
@@ -195,9 +186,15 @@ class _Writer(string.Formatter):
         return write(value) if write else str(super().format_field(value, format_spec))
 
 
+def list_sentences() -> dict[str, str]:
+    """The template of every code, with those of the families."""
+    return SENTENCES | {code: text for family in FAMILIES.values() for code, text in family.sentences().items()}
+
+
 def say(finding: Finding) -> str:
     """The sentence of a finding; of a part of a verdict, what stands between two semicolons."""
-    return _Writer().vformat(SENTENCES[finding.code], (), finding.values)
+    template = SENTENCES.get(finding.code) or list_sentences()[finding.code]
+    return _Writer().vformat(template, (), finding.values)
 
 
 def say_all(findings: Iterable[Finding]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
 3. `race`: every family that was asked for names its candidates (`candidates`), and all are measured in turns. They are
    compared within each turn, so drift cancels (`ranking`). The best single device always takes part; which batch or
    device that is may change with what the race shows, or when it runs out of memory. Packs of several trainings grow
-   while they gain (`packing`, `pack_sizes`). A candidate gets another turn while it may still gain more than a part of
+   while they gain (`packing`). A candidate gets another turn while it may still gain more than a part of
    the tolerance; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
    again (stage `check`): its figure is to be one that didn't choose it.
@@ -34,16 +34,18 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.dealing`); `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
+(`evener.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by curves,
+`texts` by these costs.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
 smallest within the tolerance of the fastest is chosen; with `max_slowdown`, the layout with most samples per joule that
 is at most so much slower. Else the fastest is, whichever stage measured it, or a simpler one within 1 %. Only where
 packs, placements or other knobs ran is the choice among the layouts of the race.
 
-Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
+Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
+`texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `evener.waterfill` (which layouts are worth it), `observations`
-(the evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`,
+(the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points), `budget`,
 `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve

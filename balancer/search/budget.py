@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
-from evener.balancer.search.layouts import LayoutOptions, device_counts
+from evener.balancer.families.registry import family_of
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.observations import EXPLORATION, FIRST_TURN, Observations
 from evener.balancer.search.statistics import median
 from evener.balancer.types import Layout, Problem, Stage, Timed
@@ -30,7 +31,6 @@ ENDS_BY: dict[Stage, float] = {
 }  # fmt: skip
 LATER_TURNS_END_BY = 0.95  # of the budget: repeat turns stop here, as probes may overrun
 
-STARTS = {"solo": 1.0, "split": 1.5, "place": 1.0, "pack": 0.8}  # of a solo start; of a pack, for each training
 EXPLORES = 0.4  # of the budget, where packs and placements follow
 EXPLORES_SOLO = 0.25  # the same without splits
 EXPLORES_MOST = 0.75  # of the budget, where children start slowly
@@ -135,7 +135,7 @@ class Budget:
     def _part_to_explore(self, budget: float) -> float:
         if not self._options.needs_more_children:
             return budget
-        splits = "split" in self._options.families and self._problem.devices > 1
+        splits = self._options.with_splits and self._problem.devices > 1
         part = (EXPLORES if splits else EXPLORES_SOLO) * budget
         start = self._solo_start
         alone = SOLO_STAGE * (start + min(SOLO_SHARE * budget, SOLO_SECONDS))
@@ -168,17 +168,13 @@ class Budget:
 
     def _still_to_come(self) -> tuple[float, float]:
         """(starts, as a multiple of a solo start, and the number of probes) to measure every candidate once."""
-        options, devices = self._options, self._problem.devices
-        splits = "split" in options.families and devices > 1
-        groups = len(device_counts(devices)) if "even" in options.families else 0
-        groups = max(1, groups) if splits else groups
-        places = len(options.placements) if "place" in options.families else 0
-        packs = 2 * len(options.pack_modes) if "pack" in options.families else 0
-        knobs = len(options.knobs)
-        starts = (
-            STARTS["solo"] * (1 + knobs) + groups * STARTS["split"] + places * STARTS["place"] + packs * STARTS["pack"]
-        )
-        return starts, 1.0 + knobs + splits + groups + places + packs
+        devices, knobs = self._problem.devices, len(self._options.knobs)
+        starts, probes = {"": 1.0 + knobs}, 1.0 + knobs
+        for family in self._options.wanted:
+            groups = family.count_groups(self._options, devices) if devices >= family.fewest_devices else 0
+            starts[family.kind] = max(groups * family.start_cost, starts.get(family.kind, 0.0))
+            probes += groups
+        return sum(starts.values()), probes
 
     # ------------------------------------------------------------------ what probes cost
 
@@ -191,9 +187,9 @@ class Budget:
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
-        if layout.kind == "pack" and (starts := self._pack_starts()):
+        if layout.traits.side_by_side and (starts := self._pack_starts()):
             return _extrapolate_start(starts, layout.processes)
-        return self._solo_start * STARTS[layout.kind] * layout.processes
+        return self._solo_start * family_of(layout).start_cost * layout.processes
 
     @cached_property
     def _starts(self) -> dict[Layout, list[float]]:
@@ -213,7 +209,7 @@ class Budget:
         """(trainings, median seconds that their start took), the fewest first."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
-            if seen.probe.layout.kind == "pack" and seen.start_seconds:
+            if seen.probe.layout.traits.side_by_side and seen.start_seconds:
                 found[seen.probe.layout.processes].append(seen.restart_seconds)
         return [(size, median(seconds)) for size, seconds in sorted(found.items())]
 
@@ -258,14 +254,14 @@ class Budget:
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, estimated from the devices alone; 0 if none of them ran."""
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
-        rate = (sum if layout.kind == "split" else max)(rates or [0.0])
+        rate = (sum if layout.traits.together else max)(rates or [0.0])
         return layout.global_batch * layout.processes / rate if rate else 0.0
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
         rates: dict[int, float] = {}
         for seen in self._timed:
-            if seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
+            if seen.probe.layout.traits.alone and not seen.probe.layout.length:
                 (position,) = seen.probe.layout.active
                 rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
         return rates

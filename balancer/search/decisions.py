@@ -1,4 +1,4 @@
-"""What a search does next and why it ended, in words, and what it believes of a device, to be drawn."""
+"""What a search does next and why it ended, in words; and what it believes of a device, to be drawn or planned with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import msgspec
 
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.types import CurveSketch, Layout, Probe, Problem
+from evener.curves import Curve
+from evener.plan_layout import Knots
 
 SKETCHED = 24  # points of a curve for drawing
+DIGITS = 6  # significant ones, of a curve in a plan
 WHY_SOLO = (
     "a first time",
     "the slope of time and memory",
@@ -42,41 +45,58 @@ class Decision(msgspec.Struct, frozen=True):
     ended: str | None = None
 
 
-def explain_solo(probe: Probe) -> str:
-    """A batch on every device alone."""
-    if probe.layout.in_passes:
-        return "Measures devices alone in several passes: what each further pass costs."
-    return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
-
-
-def explain_split(model: MachineModel, probe: Probe) -> str:
-    """A real step, or one device while the others are idle."""
-    if probe.stage == "rest":
-        why = "it may beat every split" if model.splits else "what every split has to beat"
-        return f"Measures device {probe.layout.active[0]} alone while the others are idle: {why}."
-    first = "the fastest that the curves predict" if not model.splits else "what the last ones showed"
-    return f"Measures a real step split over {len(probe.layout.active)} devices: {first}."
-
-
-def explain_text(layout: Layout) -> str:
-    """What rows of unequal length are measured for."""
+def explain_exploring(probe: Probe, split_before: bool) -> str:
+    """What is learnt next: from every device alone, a real step, or one device while the others are idle."""
+    layout = probe.layout
     if layout.length:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
-    if layout.kind == "solo":
-        return "Measures every device alone: the global batch, dealt by what its rows cost."
-    return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+    if layout.costs:
+        if probe.stage == "solo":
+            return "Measures every device alone: the global batch, dealt by what its rows cost."
+        return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+    if probe.stage == "solo":
+        if layout.in_passes:
+            return "Measures devices alone in several passes: what each further pass costs."
+        return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
+    if probe.stage == "rest":
+        why = "it may beat every split" if split_before else "what every split has to beat"
+        return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
+    first = "what the last ones showed" if split_before else "the fastest that the curves predict"
+    return f"Measures a real step split over {len(layout.active)} devices: {first}."
 
 
 def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
     """A device's curve, for whoever draws it."""
     device, curve = model.devices[position], model.alone[position]
-    largest = model.limits[position] or device.memory.ran or None
+    largest = model.bounds.walls[position] or device.memory.ran or None
     points: tuple[tuple[int, float], ...] = ()
     if curve and largest:
         sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
         points = tuple((size, curve.seconds(size)) for size in sizes)
     seen = tuple((p.batch, p.seconds) for p in device.alone)
     return CurveSketch(position, points, seen, largest, device.memory.failed)
+
+
+def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+    """Each device's curve up to the global batch, and the rows of a pass that surely fit; nothing unless it trains."""
+    found: list[tuple[Knots, int]] = [((), 0)] * len(layout.shares)
+    for i in layout.active:
+        curve = model.in_splits[i]
+        if curve is not None:
+            most = min(model.bounds.safe[i], model.pass_rows[i] or layout.global_batch, layout.global_batch)
+            found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
+    return tuple(found)
+
+
+def _cut_curve(curve: Curve, batch: int) -> Knots:
+    """The knots below a batch, and the curve there."""
+    bends = len(curve.batches) if curve.bent else 1
+    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
+    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
+
+
+def _round(figure: float) -> float:
+    return float(f"{figure:.{DIGITS}g}")
 
 
 def explain_race(probe: Probe, layouts: int) -> str:

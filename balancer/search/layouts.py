@@ -1,4 +1,4 @@
-"""Families of layouts, and the candidates of a race."""
+"""What layouts a search is asked for, the candidates of a race, and layouts made of others."""
 
 from __future__ import annotations
 
@@ -6,29 +6,20 @@ from typing import Literal
 
 import msgspec
 
+from evener.balancer.families import registry
+from evener.balancer.families.family import Family, PackMode, Placement
 from evener.balancer.types import Layout, layout_of
 from evener.shares import even
 
-Family = Literal["solo", "even", "split", "pack", "place"]
-FAMILIES: tuple[Family, ...] = ("solo", "even", "split", "pack", "place")
-PackMode = Literal["", "logical", "mps"]
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory in the race
 SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
-SIMPLEST_FIRST: tuple[Family, ...] = ("solo", "even", "split", "place", "pack")
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """A workload's own way to lay its parts on devices."""
-
-    name: str
-    devices: int = 2  # most that it uses
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
     """Which families of layouts a search is asked for, and what the machine offers of them."""
 
-    families: tuple[Family, ...] = FAMILIES
+    families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(registry.FAMILIES))
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
     knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
@@ -36,9 +27,19 @@ class LayoutOptions(msgspec.Struct, frozen=True):
     scaling: bool = True  # an even split over 2, 4, ... of the devices too
 
     @property
+    def wanted(self) -> tuple[Family, ...]:
+        """The families that are asked for."""
+        return registry.find_families(self.families)
+
+    @property
     def needs_more_children(self) -> bool:
         """Whether the race will start children that exploration doesn't."""
-        return self.scaling or "pack" in self.families or "place" in self.families or bool(self.knobs)
+        return self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
+
+    @property
+    def with_splits(self) -> bool:
+        """Whether exploration measures splits."""
+        return any(family.explored for family in self.wanted)
 
 
 BALANCE = LayoutOptions(("solo", "even", "split"), scaling=False)  # what a plan needs
@@ -54,29 +55,14 @@ class Candidate(msgspec.Struct, frozen=True):
     @property
     def synchronous(self) -> bool:
         """Whether one training steps on one or several devices, so that its global batch can be compared."""
-        return self.family in ("solo", "even", "split") and not self.layout.knobs
+        return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
         """For a tie: the smaller is the simpler to live with."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
-        family = SIMPLEST_FIRST.index(self.family)
-        return (len(layout.knobs), further, family, len(layout.active), layout.processes)
-
-
-def find_family(layout: Layout) -> Family:
-    """The family of one training on one device, or on several."""
-    return "solo" if layout.kind == "solo" else "split"
-
-
-def device_counts(devices: int) -> tuple[int, ...]:
-    """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
-    counts, count = [], 2
-    while count < devices:
-        counts.append(count)
-        count *= 2
-    return (*counts, devices) if devices > 1 else ()
+        return (len(layout.knobs), further, self.family.simplicity, len(layout.active), layout.processes)
 
 
 def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Layout | None:
@@ -85,21 +71,6 @@ def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: 
         return None
     quanta = dict(zip(positions, even(batch // quantum, len(positions)), strict=True))
     return Layout("split", tuple(quanta.get(i, 0) * quantum for i in range(devices)))
-
-
-def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
-    """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
-    size = single.global_batch if batch is None else batch
-    return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
-
-
-def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
-    used = min(devices, placement.devices)
-    if used < 2 or batch < used:
-        return None
-    shares = (*even(batch, used), *[0] * (devices - used))
-    return Layout("place", shares, placement=placement.name)
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:

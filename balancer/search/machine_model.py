@@ -7,35 +7,17 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from operator import gt
 
-from evener.balancer.search.layouts import same_measurement, split_evenly
-from evener.balancer.search.model.contention import slow_by_contention
+from evener.balancer.search.bounds import Bounds
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
-from evener.balancer.search.model.memory import UNBOUNDED
-from evener.balancer.search.model.pass_curve import fit_extra, hope_for_extra
-from evener.balancer.search.model.step_time import Point, fit_curve
+from evener.balancer.search.model.step_time import Point, fit_curve, fit_extra
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.curves import Curve, PassCurve, step_in_passes
 from evener.waterfill import DeviceCurve
-
-SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
-
-# Bounds on the rows that one device computes at once, each within the one it names:
-#   cap                    the request: largest share, fixed global batch, largest global batch
-#   Memory.predict_largest where the memory line meets the device's memory; may be unknown
-#   Memory.largest_to_try  within cap: the next guess alone (predict_largest, or between what ran and what failed)
-#   Memory.largest_in_split  within cap: the same for splits, less the memory that exchange takes
-#   Memory.largest_safe    within cap: what ran, or a little more if predict_largest is far above it
-#   limits                 largest_in_split, equal for indistinguishable devices: the wall of one pass
-#   pass_rows              within limits, and not clearly slower than fewer rows; a share may be many times it
-#   useful_limit           within a given limit: further batches gain too little or their steps take too long
-#   reachable_limit        within useful_limit: at most so many times what ran
-#   SoloStage._largest_that_matters  within largest_to_try and useful_limit: what a split could give the device
 
 
 class MachineModel:
@@ -49,30 +31,19 @@ class MachineModel:
         self._longest_step = longest_step_seconds
 
     @cached_property
-    def cap(self) -> int:
-        """The most samples that one device may ever have."""
-        limits = (self.problem.largest_share, self.problem.global_batch, self.problem.max_global_batch)
-        return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
-
-    @cached_property
-    def largest_share(self) -> int:
-        """The most samples that one device may have in passes; a fixed batch in as many as it needs."""
-        limits = (self.problem.global_batch or self.problem.largest_share, self.problem.max_global_batch)
-        return min((limit for limit in limits if limit is not None), default=UNBOUNDED) // self.quantum * self.quantum
-
-    @cached_property
     def live(self) -> tuple[int, ...]:
         """Devices that neither failed nor ran out of memory at the smallest share."""
-        return tuple(i for i, device in enumerate(self.devices) if not device.lost and not self._full(i))
-
-    def _full(self, position: int) -> bool:
-        failed = self.devices[position].memory.failed
-        return failed is not None and failed <= self.quantum
+        return tuple(i for i, device in enumerate(self.devices) if not device.out_of_use(self.quantum))
 
     @cached_property
     def groups(self) -> list[list[int]]:
         """Indistinguishable devices."""
         return group_devices(self.devices)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The most rows that each device may compute at once."""
+        return Bounds(self.problem, self.devices, self.groups, self._longest_step, lambda: self.sync_seconds or 0.0)
 
     # ------------------------------------------------------------------ time
 
@@ -100,9 +71,9 @@ class MachineModel:
         return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
-        """Its solo points, slowed by contention, and its own part of splits."""
+        """Its solo points, measured while the others work too, and its own part of splits."""
         device = self.devices[position]
-        return (*slow_by_contention(device, self.alone[position]), *device.in_splits)
+        return (*device.alone, *device.in_splits)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
@@ -172,11 +143,11 @@ class MachineModel:
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
         """The most rows of each of several passes; 0 for a device that takes its share in one."""
-        return tuple(self._pass_rows(i) if self.limits[i] else 0 for i in range(len(self.devices)))
+        return tuple(self._pass_rows(i) if self.bounds.walls[i] else 0 for i in range(len(self.devices)))
 
     def _pass_rows(self, position: int) -> int:
         """What fits, or fewer where they were clearly faster; 0 for a free batch, which would grow without end."""
-        device, curve, rows = self.devices[position], self.alone[position], self.limits[position]
+        device, curve, rows = self.devices[position], self.alone[position], self.bounds.walls[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
         fewer = [p for p in device.alone if self.quantum <= p.batch <= rows]
@@ -209,15 +180,15 @@ class MachineModel:
                 return fit_extra(points, curve, self.pass_rows[first])
         return None
 
-    def in_passes(self, device: DeviceCurve, largest_share: int, hopeful: bool = False) -> DeviceCurve:
-        """The device as it may take more than fits at once; an unknown cost of passes is 0, or less if `hopeful`."""
+    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
+        """The device as it may take more than fits at once; an unknown cost of passes is 0."""
         i, curve = device.position, device.curve
         rows, extra = self.pass_rows[i], self.extra_seconds[i]
         if not rows or not isinstance(curve, Curve):
             return device
-        if extra is None:
-            extra = hope_for_extra(curve, rows) if hopeful else 0.0
-        return DeviceCurve(i, PassCurve(curve, self.limits[i], rows, extra), max(device.limit, largest_share))
+        return DeviceCurve(
+            i, PassCurve(curve, self.bounds.walls[i], rows, extra or 0.0), max(device.limit, largest_share)
+        )
 
     def knows_passes(self, layout: Layout) -> bool:
         """Whether each device that takes several passes in this layout ran several before."""
@@ -225,14 +196,14 @@ class MachineModel:
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
         """A layout of these shares, in passes where they don't fit at once."""
-        return self._divide(shares, self.limits, self.pass_rows)
+        return self._divide(shares, self.bounds.walls, self.pass_rows)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """The same with passes that ran before or surely fit; None where that is not possible."""
         layout = self.lay_out(shares)
-        if not self.safely_fits(layout):
-            layout = self._divide(shares, self.safe_limits, self._safe_rows)
-        return layout if self.safely_fits(layout) else None
+        if not self.bounds.surely_hold(layout):
+            layout = self._divide(shares, self.bounds.safe, self._safe_rows)
+        return layout if self.bounds.surely_hold(layout) else None
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
         """Shares above their walls in passes of at most so many rows; 0: not divided."""
@@ -242,61 +213,19 @@ class MachineModel:
         return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
 
     @cached_property
-    def safe_limits(self) -> tuple[int, ...]:
-        """The largest share of each device that surely fits at once."""
-        return tuple(device.memory.largest_safe(self.cap, self.quantum) for device in self.devices)
-
-    @cached_property
     def _safe_rows(self) -> tuple[int, ...]:
         """The same of each of several passes."""
-        return tuple(map(min, self.safe_limits, self.pass_rows))
+        return tuple(map(min, self.bounds.safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
-
-    @cached_property
-    def limits(self) -> tuple[int, ...]:
-        """Each device's largest share worth trying in a split, by memory alone; 0 for one that is left out."""
-        bold = self.problem.global_batch is not None  # a fixed batch has to go somewhere
-        own = [0] * len(self.devices)
-        for i in self.live:
-            own[i] = self.devices[i].memory.largest_in_split(self.cap, self.quantum, bold)
-        for group in self.groups:
-            sizes = [own[i] for i in group if own[i]]
-            if sizes and min(sizes) >= (1 - SAME_LIMIT) * max(sizes):
-                for i in group:
-                    own[i] = min(own[i], *sizes)
-        return tuple(own)
-
-    def safely_fits(self, layout: Layout) -> bool:
-        """Whether every share ran before, or is far below what the memory line allows."""
-        return all(layout.pass_rows[i] <= self.safe_limits[i] for i in layout.active)
-
-    def fits(self, layout: Layout) -> bool:
-        """Whether every pass is predicted to fit."""
-        return all(rows <= limit for rows, limit in zip(layout.pass_rows, self.limits, strict=True))
-
-    def level(self, layout: Layout) -> Layout:
-        """Equal shares for the same devices, if they fit and a measurement could not distinguish the two layouts."""
-        if layout.kind != "split":
-            return layout
-        batches = [layout.global_batch]
-        if self.problem.global_batch is None:  # the least share fits all
-            batches.append(min(layout.shares[i] for i in layout.active) * len(layout.active))
-        for batch in batches:
-            whole = batch // self.quantum * self.quantum
-            shares = split_evenly(self.problem.devices, layout.active, whole, self.quantum)
-            even = self.lay_out(shares.shares) if shares else layout
-            if not same_measurement(even, layout) or not self.fits(even):
-                continue
-            if self.predicted_rate(even) >= self.predicted_rate(layout) * (1 - LEAST_GAIN):
-                return even
-        return layout
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
         """The live devices with their curves and limits in splits."""
         return tuple(
-            DeviceCurve(i, curve, self.limits[i]) for i in self.live if (curve := self.in_splits[i]) and self.limits[i]
+            DeviceCurve(i, curve, self.bounds.walls[i])
+            for i in self.live
+            if (curve := self.in_splits[i]) and self.bounds.walls[i]
         )
 
     @cached_property
@@ -304,26 +233,3 @@ class MachineModel:
         """Whether the devices together can hold the fixed global batch, or take it in passes; True for a free one."""
         holds = sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
         return holds or any(self.pass_rows)
-
-    def useful_limit(self, device: DeviceCurve) -> int:
-        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
-        curve, limit = device.curve, self._quick_limit(device)
-        gain = smallest_gain(self.problem.tolerance)
-        slope = (curve.seconds(limit) - curve.seconds(self.quantum)) / max(1, limit - self.quantum)
-        if slope <= 0 or not curve.simple:
-            return limit
-        overhead = curve.seconds(self.quantum) + (self.sync_seconds or 0.0)
-        enough = math.ceil(overhead / slope / gain / self.quantum) * self.quantum
-        return max(self.quantum, min(limit, enough))
-
-    def reachable_limit(self, device: DeviceCurve, reach: int) -> int:
-        """The largest useful batch that is near enough to what ran for the curve to be trusted."""
-        ran = self.devices[device.position].memory.ran
-        return min(self.useful_limit(device), reach * ran) if ran else self.useful_limit(device)
-
-    def _quick_limit(self, device: DeviceCurve) -> int:
-        """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
-        if self._longest_step is None:
-            return device.limit
-        quick = device.curve.largest(self._longest_step, device.limit, self.quantum)
-        return max(self.quantum, min(device.limit, max(self.devices[device.position].memory.ran, quick)))

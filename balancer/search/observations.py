@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 from evener.balancer.search.layouts import is_no_larger
-from evener.balancer.search.model.evidence import DeviceEvidence
-from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.observation_order import order_probe, rank_observation
-from evener.balancer.search.timed_points import read_points
+from evener.balancer.search.model.evidence import DeviceEvidence, read_device
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 FIRST_TURN = 0
 
@@ -38,7 +37,7 @@ class Observations:
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._taken: dict[int, int] = {}  # position -> most bytes that others were seen to hold
-        self._gone: set[int] = set()  # devices that are no longer there
+        self.gone: set[int] = set()  # devices that are no longer there
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
@@ -53,25 +52,33 @@ class Observations:
         if len(layout.shares) != self._problem.devices or not layout.active:
             return
         if isinstance(seen, Failed):
-            self._failures[probe] += 1
-            self._failed_seconds[probe] += seen.elapsed_seconds
-            if seen.cause == "device" and self._failures[probe] >= TRIES:
-                self._gone.update(seen.devices)
+            self._count_failure(seen)
         else:
             self._shrink(seen.short_bytes)
         before = self._seen.get(probe)
-        repeated = isinstance(seen, Failed) and isinstance(before, Failed)
-        if before is not None and not repeated and rank_observation(before) >= rank_observation(seen):
-            return
+        if before is None:
+            self._index(probe)
         if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
-        if before is None:
-            self._places[layout.kind, layout.active].append(probe)
-            self._by_layout[layout].append(probe)
-            if probe.stage in EXPLORATION:
-                for position in layout.active:
-                    self._explored[position].append(probe)
+        elif not (isinstance(seen, Failed) and isinstance(before, Failed)):
+            return  # a better one is kept
         self._forget(seen)
+
+    def _count_failure(self, seen: Failed) -> None:
+        self._failures[seen.probe] += 1
+        self._failed_seconds[seen.probe] += seen.elapsed_seconds
+        if seen.cause == "device" and self._failures[seen.probe] >= TRIES:
+            self.gone.update(seen.devices)
+            self._devices.clear()
+            self.explored_version += 1
+
+    def _index(self, probe: Probe) -> None:
+        layout = probe.layout
+        self._places[layout.kind, layout.active].append(probe)
+        self._by_layout[layout].append(probe)
+        if probe.stage in EXPLORATION:
+            for position in layout.active:
+                self._explored[position].append(probe)
 
     def _shrink(self, short_bytes: tuple[int, ...]) -> None:
         """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""
@@ -98,7 +105,7 @@ class Observations:
     def at(self, probe: Probe) -> Observation | None:
         """The observation of a probe; None if there is none, or it failed and is worth another try."""
         seen = self._seen.get(probe)
-        return None if isinstance(seen, Failed) and not self._final(seen) else seen
+        return None if isinstance(seen, Failed) and not self.final(seen) else seen
 
     def in_stage(self, stage: Stage) -> Sequence[Observation]:
         """The settled observations of a stage, in the order of their probes."""
@@ -125,7 +132,7 @@ class Observations:
     def timed_race(self) -> list[Timed]:
         """The timed observations of the race whose layouts are one training."""
         timed = [seen for seen in self.in_stage("race") if isinstance(seen, Timed)]
-        return [seen for seen in timed if seen.probe.layout.kind in ("solo", "split")]
+        return [seen for seen in timed if seen.probe.layout.traits.by_shares]
 
     def all_timed(self) -> list[Timed]:
         """Every timed observation."""
@@ -166,7 +173,7 @@ class Observations:
 
     def _still_fits(self, layout: Layout) -> bool:
         place = layout.kind, layout.active
-        if self._gone.intersection(layout.active):
+        if self.gone.intersection(layout.active):
             return False
         if place not in self._refuted:
             self._refuted[place] = self._refute(place)
@@ -181,11 +188,11 @@ class Observations:
             if isinstance(one, Timed)
             and (
                 any(is_no_larger(layout, one.probe.layout) for layout in full)
-                or any(not self._holds(i, one) for i in place[1])
+                or any(not self.holds(i, one) for i in place[1])
             )
         )
 
-    def _holds(self, position: int, seen: Timed) -> bool:
+    def holds(self, position: int, seen: Timed) -> bool:
         """Whether the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
         return position not in self._taken or used is None or limit is None or used <= limit
@@ -197,14 +204,14 @@ class Observations:
 
     # ------------------------------------------------------------------ failures and costs
 
-    def _final(self, seen: Failed) -> bool:
+    def final(self, seen: Failed) -> bool:
         """Whether another try is pointless: it had its tries, or the workload's own code raised."""
         own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
         return own_code or self._failures[seen.probe] >= TRIES
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
-        failed = (seen for seen in self._seen.values() if isinstance(seen, Failed) and not self._final(seen))
+        failed = (seen for seen in self._seen.values() if isinstance(seen, Failed) and not self.final(seen))
         return sorted((seen.probe for seen in failed), key=order_probe)
 
     def spent_seconds(self, stages: Iterable[Stage] | None = None, until_turn: float = math.inf) -> float:
@@ -233,96 +240,33 @@ class Observations:
     def device(self, position: int) -> DeviceEvidence:
         """What exploration saw of one device."""
         if position not in self._devices:
-            self._devices[position] = self._read(position)
+            self._devices[position] = read_device(self, position)
         return self._devices[position]
 
-    def _read(self, position: int) -> DeviceEvidence:
-        seen = [self._seen[p] for p in sorted(self._explored[position], key=order_probe)]
-        by_rows = [one for one in seen if one.probe.layout.by_rows]
-        solo = [one for one in by_rows if one.probe.layout.kind == "solo"]
-        splits = [one for one in by_rows if one.probe.layout.kind == "split"]
-        in_passes = [one for one in solo if one.probe.layout.in_passes]
-        at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
-        rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
-        in_splits = tuple(read_points(splits, position, own_part=True))
-        return DeviceEvidence(
-            alone=tuple(read_points(rounds, position)),
-            at_rest=tuple(read_points(at_rest, position)),
-            in_splits=tuple(point for point in in_splits if point.passes == 1),
-            memory=self._memory(position, solo, splits),
-            rounds=sum(1 for one in rounds if self.at(one.probe) is not None),
-            lost=self._lost(position, seen),
-            alone_in_passes=tuple(read_points(in_passes, position)),
-            split_in_passes=tuple(point for point in in_splits if point.passes > 1),
-            undivided=any(self._blames_passes(position, one) for one in seen),
-        )
+    def explored(self, position: int) -> list[Observation]:
+        """What exploration saw of a device, in the order of its probes."""
+        return [self._seen[probe] for probe in sorted(self._explored[position], key=order_probe)]
 
-    def _blames_passes(self, position: int, seen: Observation) -> bool:
-        """Whether it failed for good with this device's share in passes: perhaps the workload can't do that."""
-        failed = isinstance(seen, Failed) and seen.cause != "device" and self._final(seen)
-        return failed and seen.probe.layout.passes(position) > 1
+    def why_gone(self, position: int) -> str:
+        """What was said as a device went; empty for one that is there."""
+        if position not in self.gone:
+            return ""
+        fatal = (one for one in self._seen.values() if isinstance(one, Failed) and position in one.devices)
+        return next(one.detail for one in fatal if one.cause == "device")
 
-    def _memory(self, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
-        alone: dict[int, int] = {}
-        in_splits: dict[int, int] = {}
-        ran: list[int] = []
-        full: list[int] = []
-        for seen in (*solo, *splits):
-            layout = seen.probe.layout
-            points = alone if layout.kind == "solo" and not layout.in_passes else in_splits
-            share = layout.pass_rows[position]
-            if self._out_of_memory(position, seen):
-                full.append(share)
-            elif isinstance(seen, Timed):
-                used = seen.memory_bytes[position]
-                if self._holds(position, seen):
-                    ran.append(share)
-                if used is not None:
-                    points[share] = max(used, points.get(share, 0))
-        failed = min(full, default=None)
-        if len(alone) < 2:
-            alone, in_splits = {**in_splits, **alone}, {}
-        return Memory(
-            limit_bytes=self.memory_limit(position),
-            points=tuple(sorted(alone.items())),
-            ran=max((share for share in ran if failed is None or share < failed), default=0),
-            failed=failed,
-            failures=len(full),
-            in_splits=tuple(sorted(in_splits.items())),
-        )
 
-    def _out_of_memory(self, position: int, seen: Observation) -> bool:
-        """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
-        if isinstance(seen, Failed):
-            return self._too_large(position, seen)
-        if not isinstance(seen, OutOfMemory):
-            return False
-        if seen.devices:
-            return position in seen.devices
-        shares = seen.probe.layout.pass_rows
-        return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / self._largest_alone(i), -i))
+def rank_observation(seen: Observation) -> tuple[int, int, float]:
+    """Of two observations of one probe, the larger is kept."""
+    if isinstance(seen, OutOfMemory):
+        return (2, 0, seen.elapsed_seconds)
+    if isinstance(seen, Timed):
+        return (1, seen.steps, -seen.step_seconds)
+    return (0, 0, seen.elapsed_seconds)
 
-    def _too_large(self, position: int, seen: Failed) -> bool:
-        """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
-        layout, ran = seen.probe.layout, self._largest_alone(position)
-        alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
-        return alone and self._final(seen) and ran >= 1 and layout.shares[position] > ran
 
-    def _largest_alone(self, position: int) -> float:
-        sizes = (p.layout for p in self._explored[position] if isinstance(self._seen[p], Timed))
-        return max((layout.pass_rows[position] for layout in sizes if layout.kind == "solo"), default=0.5)
-
-    def _lost(self, position: int, explored: list[Observation]) -> str:
-        """Why the device is left out, or empty.
-
-        It failed for good, alone or named by a split of 3 or more; a failure in a pair is blamed on the pair.
-        """
-        for one in explored:
-            if not isinstance(one, Failed) or not self._final(one) or self._blames_passes(position, one):
-                continue
-            active = one.probe.layout.active
-            if one.devices != (position,) and active != (position,):
-                continue
-            if one.cause == "device" or (len(active) != 2 and not self._too_large(position, one)):
-                return one.detail
-        return ""
+def order_probe(probe: Probe) -> tuple[Any, ...]:
+    """The same order for any set of observations."""
+    layout = probe.layout
+    way = (layout.kind, layout.placement, layout.knobs, layout.length, layout.tokens, repr(layout.costs))
+    place = (STAGES.index(probe.stage), probe.turn)
+    return (*place, layout.shares, layout.pass_rows, layout.processes, probe.seconds, *way)

@@ -15,7 +15,6 @@ from evener.waterfill import Allocation, Costs, DeviceCurve
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran,
-FAR_REACH = 32  # or this many where the curves are simple and memory is far
 REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
 GUESSED_KNEE = 0.25  # of the limit
 CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee
@@ -48,10 +47,10 @@ class Predictions:
         """The live devices by their solo curves, up to the largest useful batch that may fit."""
         model = self.model
         for i in model.live:
-            curve, limit = model.alone[i], model.devices[i].memory.largest_to_try(model.cap, self._quantum)
+            curve, limit = model.alone[i], model.bounds.alone(i)
             if curve and limit:
                 device = DeviceCurve(i, curve, limit)
-                useful = limit if self._problem.global_batch is not None else model.useful_limit(device)
+                useful = limit if self._problem.global_batch is not None else model.bounds.useful(device)
                 yield DeviceCurve(i, curve, useful)
 
     @cached_property
@@ -63,7 +62,7 @@ class Predictions:
         one = self.one_pass_split
         if one is not None and not self.model.splits:
             return one
-        several = self._try_passes(hopeful=False)
+        several = self._in_passes
         return several if several is not None and self._gains(several, one) else one
 
     @cached_property
@@ -91,20 +90,9 @@ class Predictions:
         return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
-    def extrapolates(self) -> bool:
-        """Whether the fastest free batch need not run: curves are simple, and gains end before memory does.
-
-        What larger batches gain is then predicted, and only the smallest within the tolerance is measured.
-        """
-        if not self.model.splits or not self._problem.tolerance or self._problem.global_batch is not None:
-            return False
-        return all(d.curve.simple and self.model.useful_limit(d) < d.limit for d in self.model.split_curves)
-
-    @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        reach = FAR_REACH if self.extrapolates else REACH
-        limits = ((d, self.model.reachable_limit(d, reach)) for d in self.model.split_curves)
+        limits = ((d, self.model.bounds.reachable(d, REACH)) for d in self.model.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes
@@ -116,9 +104,7 @@ class Predictions:
         unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
         if len(live) < 2 or not unknown or (self.one_pass_split is not None and not self.model.splits):
             return {}  # one device has no choice
-        wanted, hoped = self.fastest_split, self._try_passes(hopeful=True)
-        if hoped and self._gains(hoped, wanted) and hoped.samples_per_second > self.single_rate:
-            wanted = hoped
+        wanted = self.fastest_split
         found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
             return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
@@ -127,10 +113,13 @@ class Predictions:
     def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
         model = self.model
         return {
-            i: b for i, b in shares if b > model.limits[i] and model.pass_rows[i] and model.extra_seconds[i] is None
+            i: b
+            for i, b in shares
+            if b > model.bounds.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None
         }
 
-    def _try_passes(self, hopeful: bool) -> Allocation | None:
+    @cached_property
+    def _in_passes(self) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
 
         A free batch has none: it would grow without end.
@@ -143,7 +132,7 @@ class Predictions:
             for device in model.split_curves
         ):
             return None
-        return self._split([model.in_passes(device, model.largest_share, hopeful) for device in model.split_curves])
+        return self._split([model.in_passes(device, model.bounds.asked_in_passes) for device in model.split_curves])
 
     # ------------------------------------------------------------------ one device
 
@@ -163,13 +152,13 @@ class Predictions:
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        curve, limit, batch = self.model.alone[position], self.model.limits[position], self._problem.global_batch
+        curve, limit, batch = self.model.alone[position], self.model.bounds.walls[position], self._problem.global_batch
         if curve is None or not limit:
             return None
         if batch is not None:
             device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.model.reachable_limit(DeviceCurve(position, curve, limit), REACH_ALONE)
+        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit), REACH_ALONE)
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
     @cached_property

@@ -118,7 +118,7 @@ class Race:
         knobs = self._knobs_seconds
         if not self._budget.affords(layout, "race", reserved=knobs):
             return None
-        stage: Stage = "pack" if layout.kind == "pack" and layout.placement != "logical" else "race"
+        stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
         left = self._unmeasured
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
         probes = len(left) + (TURNS_TO_EXPECT - 1) * len(self.turns)

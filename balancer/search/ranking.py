@@ -14,15 +14,16 @@ from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
 
+from evener.balancer.objectives.objective import Objective
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.observations import Turns
-from evener.balancer.search.statistics import normal_cdf, normal_density, student
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import normal_cdf, normal_density, relative_error, student
 from evener.balancer.types import Interval, Layout, Power, Problem, Timed
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
-DRIFT = 0.007  # assumed relative standard deviation between two probes
+PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
@@ -93,14 +94,14 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """The fastest, or the layout that is preferred within the tolerance.
 
     For a free global batch the smallest one within the tolerance of the fastest. Else, or if the fastest is a pack or a
-    placement, the simplest layout less than 1 % from the fastest. With a `max_slowdown` the one with most samples per
-    joule, of those that are at most so much slower.
+    placement, the simplest layout less than 1 % from the fastest. An objective that trades speed chooses the one that
+    has most of it, of those that are at most `max_slowdown` slower.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
-    if problem.max_slowdown is not None:
+    if (objective := find_objective(problem.objective)).trades_speed:
         within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
-        return max([leader, *within], key=lambda one: samples_per_joule(turns[one.layout]))
+        return max([leader, *within], key=lambda one: value_of(objective, turns[one.layout]))
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         within = [one for one in ran if one.synchronous and _tolerable(gaps[one.layout], problem.tolerance)]
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
@@ -158,7 +159,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
     count = len(ratios)
     spread = stdev(ratios) ** 2 if count > 1 else 0.0
-    assumed = DRIFT_WEIGHT * (own + DRIFT**2)
+    assumed = DRIFT_WEIGHT * (own + PROBE_DRIFT**2)
     return Difference(fmean(ratios), math.sqrt((assumed + (count - 1) * spread) / (DRIFT_WEIGHT + count - 1)), count)
 
 
@@ -183,10 +184,9 @@ def mean_power(turns: Turns) -> Power | None:
     return Power.mean([power for seen in turns.values() if (power := seen.power)])
 
 
-def samples_per_joule(turns: Turns) -> float:
-    """Of all devices of the request together; 0 where that isn't known."""
-    power = mean_power(turns)
-    return (power.samples_per_joule(throughput(turns).value) or 0.0) if power else 0.0
+def value_of(objective: Objective, turns: Turns) -> float:
+    """How much of an objective a layout has by its turns; 0 where that isn't known."""
+    return objective.value(throughput(turns).value, turns.values())
 
 
 def center(figure: Interval, value: float) -> Interval:

@@ -74,7 +74,7 @@ class SoloStage:
         model, quantum = self._model, self._quantum
         ran = min(model.pass_rows[position], model.devices[position].memory.ran)
         passes = min(MOST_PASSES, max(2, share // ran)) if ran else 2
-        rows = min(ran, model.largest_share // passes // quantum * quantum)
+        rows = min(ran, model.bounds.asked_in_passes // passes // quantum * quantum)
         curve = model.alone[position]
         if not rows or curve is None:
             return None
@@ -118,7 +118,7 @@ class SoloStage:
     def _in_doubt(self, position: int) -> bool:
         device, curve = self._model.devices[position], self._model.alone[position]
         memory = device.memory
-        if memory.failed is not None and memory.largest_to_try(self._model.cap, self._quantum) > memory.ran:
+        if memory.failed is not None and self._model.bounds.alone(position) > memory.ran:
             return True
         return len(device.alone) < 3 or curve is None or not curve.simple or curve.flat
 
@@ -134,7 +134,7 @@ class SoloStage:
         memory = device.memory
         if not memory.ran or turn == 1 or len(device.alone) == 1:
             return self._small_batch(position)
-        if memory.failed is not None and (guess := memory.largest_to_try(model.cap, quantum)) > memory.ran:
+        if memory.failed is not None and (guess := model.bounds.alone(position)) > memory.ran:
             return guess
         if turn == 2:
             return self._stride(memory.ran, self._largest_that_matters(position))
@@ -145,7 +145,7 @@ class SoloStage:
         if curve is not None and curve.flat and len(device.alone) == 3:
             return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)
         split = self._predictions.fastest_split
-        share = min(dict(split.shares).get(position, 0), memory.largest_to_try(model.cap, quantum)) if split else 0
+        share = min(dict(split.shares).get(position, 0), model.bounds.alone(position)) if split else 0
         return share if not self._tested(position, share) else self._widest_gap(position)
 
     def _small_batch(self, position: int) -> int:
@@ -154,7 +154,7 @@ class SoloStage:
         first, second = self._first_two()
         if not memory.ran and memory.failed is None:
             return first
-        wanted = min(second, self._model.cap)
+        wanted = min(second, self._model.bounds.asked)
         if memory.failed is not None and not (memory.ran and second < memory.failed):
             retreat = (memory.ran + memory.failed) // 2 if memory.ran else memory.failed // FIRST_RETREAT
             wanted = max(quantum, retreat // quantum * quantum)
@@ -162,7 +162,7 @@ class SoloStage:
 
     def _first_two(self) -> tuple[int, int]:
         """Around an even share of a fixed global batch, and never large."""
-        quantum, cap = self._quantum, self._model.cap
+        quantum, cap = self._quantum, self._model.bounds.asked
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SECOND if batch is None else min(SECOND, max(2, batch // len(self._model.live)))
         first = min(math.ceil(max(1, min(SMALL, second // RATIO)) / quantum) * quantum, cap)
@@ -193,7 +193,7 @@ class SoloStage:
         """The least of: what fits memory, what a split could give it, a gain worth measuring, an affordable step."""
         model, quantum, problem = self._model, self._quantum, self._problem
         device, curve = model.devices[position], model.alone[position]
-        holds = device.memory.largest_to_try(model.cap, quantum)
+        holds = model.bounds.alone(position)
         if curve is None:
             return holds
         bounded = DeviceCurve(position, curve, holds)
@@ -201,7 +201,7 @@ class SoloStage:
         clear = slope_is_clear(bounded)
         if problem.global_batch is not None:
             return max(quantum, min(most, self._share_of_fixed(position, clear)))
-        most = max(quantum, min(most, model.useful_limit(bounded)))
+        most = max(quantum, min(most, model.bounds.useful(bounded)))
         if not clear:
             return most  # only a large batch shows a slope
         guess = self._predictions.first_guess
@@ -210,7 +210,7 @@ class SoloStage:
 
     def _share_of_fixed(self, position: int, clear: bool) -> int:
         """The predicted share; all that fits where no slope is clear yet and the device is fast enough."""
-        split, curve, cap = self._predictions.first_guess, self._model.alone[position], self._model.cap
+        split, curve, cap = self._predictions.first_guess, self._model.alone[position], self._model.bounds.asked
         if split is None or (not clear and curve is not None and curve.seconds(0) <= PAST_FINISH * split.seconds):
             return cap
         even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum

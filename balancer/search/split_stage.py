@@ -43,8 +43,8 @@ class SplitStage:
         """Its probe; None for none, or one that the budget is too short for."""
         if wanted is None:
             return None
-        layout = self._model.level(self._predictions.layout(wanted))
-        stage: Stage = "split" if layout.kind == "split" else "rest"
+        layout = self._predictions.layout(wanted)
+        stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
         if not self._budget.affords(layout, ends_with, wanted.seconds):
             return None
@@ -60,14 +60,14 @@ class SplitStage:
         if len(self._model.live) < 2 or used >= most or failed >= MOST_FAILED:
             return None
         for wanted in self._choices():
-            layout = self._model.level(self._predictions.layout(wanted))
-            if layout.kind == "split" and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
+            layout = self._predictions.layout(wanted)
+            if layout.traits.together and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
                 return wanted
         return None
 
     def _choices(self) -> Iterator[Allocation]:
         """The allocations that are worth a probe; a generator, as each takes time to compute."""
-        fastest = None if self._predictions.extrapolates else self._predictions.fastest_split
+        fastest = self._predictions.fastest_split
         if fastest and self._gains(fastest):
             yield fastest
         late = self._budget.race_is_over  # then a smaller batch is not worth another race
@@ -97,7 +97,7 @@ class SplitStage:
         """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
-        walled = any(share >= self._model.limits[i] for i, share in wanted.shares)
+        walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
         return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
@@ -128,9 +128,7 @@ class SplitStage:
         if fastest is None or not fastest.probe.layout.by_rows:
             return None
         for i in (layout := fastest.probe.layout).active:
-            alone = [
-                s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.kind == "solo"
-            ]
+            alone = [s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.traits.alone]
             best = max((one.throughput.high for one in alone), default=0.0)
             tried = any(one.probe.layout.shares[i] == layout.shares[i] for one in alone)
             if layout.passes(i) == 1 and not tried and layout.shares[i] > best * (1 + OUTDONE) * fastest.high_seconds:
@@ -153,4 +151,4 @@ class SplitStage:
 
     def _safely_fits(self, wanted: Allocation) -> bool:
         layout = self._predictions.layout(wanted)
-        return self._model.safely_fits(layout) and self._model.knows_passes(layout)
+        return self._model.bounds.surely_hold(layout) and self._model.knows_passes(layout)

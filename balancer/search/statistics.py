@@ -9,9 +9,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from evener.balancer.types import Interval
+from evener.balancer.types import Interval, Timed
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
@@ -57,6 +58,12 @@ def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
 def relative_half_width(interval: Interval) -> float:
     """Half the interval's width over its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
+
+
+def relative_error(seen: Timed) -> float:
+    """Relative standard error of a step time, from its 95 % interval."""
+    half = (seen.high_seconds - seen.low_seconds) / 2
+    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
 
 
 def normal_density(x: float) -> float:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
-from evener.balancer.search.layouts import RETREAT
+from evener.balancer.search.layouts import RETREAT, SAME_SHARE
 from evener.balancer.search.model.device_groups import FEWEST_COMMON, is_noise
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
 from evener.costs import RankCost, Work
 from evener.dealing import Deal, Dealer
@@ -25,7 +25,6 @@ DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
 FEWEST_BATCHES = 2
 MOST_BATCHES = 8
 SAFE_WALL = 0.8  # of the tokens that should fit, where fewer ran
-SAME_SHARE = 0.015  # relative: costs that differ by less deal the same rows to a device, as far as can be timed
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch
 LARGEST_BATCH = 1024  # rows that are worth a prediction
 _DRAW = (1103515245, 12345, 1 << 31)  # a linear congruential generator: the same batches in every search

@@ -234,7 +234,7 @@ def _find_best_alone(record: Record) -> dict[str, float]:
     """The highest samples/s of each device alone, by its id."""
     best: dict[str, float] = {}
     for seen in (entry.seen for entry in record.seen):
-        if isinstance(seen, Timed) and seen.probe.layout.kind == "solo" and not seen.probe.layout.length:
+        if isinstance(seen, Timed) and seen.probe.layout.traits.alone and not seen.probe.layout.length:
             device = record.header.devices[seen.probe.layout.active[0]].id
             best[device] = max(best.get(device, 0.0), seen.samples_per_second)
     return best

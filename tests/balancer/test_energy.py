@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.balancer.families.registry import find_family
+from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.child_group import GroupError, RankFailure
 from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.ranking import choose_winner, compare_turns, samples_per_joule
+from evener.balancer.search.ranking import choose_winner, compare_turns, value_of
 from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
 from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_library import describe
@@ -26,6 +28,7 @@ from evener.tui.cli.main import run
 from evener.tui.report.contents import read_report
 from tests.support.efficiency_oracle import is_efficient
 
+ENERGY = find_objective("samples-per-joule")
 LEAN = """
 [[device]]
 name = "Lean"
@@ -69,21 +72,21 @@ def test_the_most_efficient_layout_within_the_slowdown_is_chosen(
         layout: {0: timed(layout, rate, watts, idle)}
         for layout, (rate, watts, idle) in zip(layouts, drawn, strict=True)
     }
-    candidates = [Candidate("split", layout) for layout in layouts]
-    problem = Problem(2, (None, None), tolerance=0.5, max_slowdown=slowdown)
+    candidates = [Candidate(find_family("split"), layout) for layout in layouts]
+    problem = Problem(2, (None, None), tolerance=0.5, objective=ENERGY.name, max_slowdown=slowdown)
     chosen = turns[choose_winner(candidates, turns, problem).layout]
     fastest = max(turns.values(), key=lambda one: one[0].samples_per_second)
     assert chosen is fastest or compare_turns(chosen, fastest).value >= -slowdown
     for rival in turns.values():
         if compare_turns(rival, fastest).value >= -slowdown:
-            assert samples_per_joule(chosen) >= samples_per_joule(rival)
+            assert value_of(ENERGY, chosen) >= value_of(ENERGY, rival)
 
 
 def test_idle_devices_count_and_unknown_ones_leave_the_figure_unknown() -> None:
     power = timed(Layout("solo", (8, 0)), 100.0, 40.0, 10.0).power
     assert power is not None
     assert (power.active_watts, power.idle_watts, power.watts) == (40.0, 10.0, 50.0)
-    assert samples_per_joule({0: timed(Layout("solo", (8, 0)), 100.0, 40.0, 10.0)}) == pytest.approx(2.0)
+    assert value_of(ENERGY, {0: timed(Layout("solo", (8, 0)), 100.0, 40.0, 10.0)}) == pytest.approx(2.0)
     assert timed(Layout("solo", (8, 0)), 100.0, 40.0, None).power is None
     assert timed(Layout("solo", (8, 0)), 100.0).power is None
 

@@ -8,22 +8,32 @@ from typing import cast
 import msgspec
 import pytest
 
+from evener.balancer.families.family import Placement
+from evener.balancer.families.pack import pack_on
+from evener.balancer.families.place import place_on
+from evener.balancer.families.registry import find_family
 from evener.balancer.result.layout_names import name_all, name_candidate
 from evener.balancer.result.rivals import Rival, find_larger, list_rivals
 from evener.balancer.result.verdict import find_verdict, waiting_share
 from evener.balancer.result.words import write_verdict
-from evener.balancer.search.layouts import Candidate, Placement, pack_on, place_on, split_evenly
+from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo
 from evener.devices.types import Device
 
+
+def candidate(family: str, layout: Layout) -> Candidate:
+    """Of a family of this name."""
+    return Candidate(find_family(family), layout)
+
+
 LABELS = ("GPU:0", "GPU:1")
-SOLO = Candidate("solo", solo(2, 0, 256))
-EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
-SPLIT = Candidate("split", Layout("split", (150, 106)))
-PACK = Candidate("pack", pack_on(SOLO.layout, 5))
-PLACE = Candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
+SOLO = candidate("solo", solo(2, 0, 256))
+EVEN = candidate("even", cast(Layout, split_evenly(2, (0, 1), 256)))
+SPLIT = candidate("split", Layout("split", (150, 106)))
+PACK = candidate("pack", pack_on(SOLO.layout, 5))
+PLACE = candidate("place", cast(Layout, place_on(2, Placement("towers"), 256)))
 
 
 class Costs:
@@ -88,8 +98,8 @@ def test_a_tie_with_the_even_split_is_called_one() -> None:
 def test_passes_are_a_part_of_the_share() -> None:
     """In a split and alone."""
     split, alone = layout_of((820, 568), (300, 568)), layout_of((820, 0), (410, 0))
-    assert "(820 = 2 × 273 + 274) + 568 samples)" in explain(result(Candidate("split", split), 2123), [], LABELS)
-    assert "GPU:0 alone, 820 = 2 × 410 samples a step" in explain(result(Candidate("solo", alone), 2123), [], LABELS)
+    assert "(820 = 2 × 273 + 274) + 568 samples)" in explain(result(candidate("split", split), 2123), [], LABELS)
+    assert "GPU:0 alone, 820 = 2 × 410 samples a step" in explain(result(candidate("solo", alone), 2123), [], LABELS)
 
 
 def test_a_loss_is_not_hidden() -> None:
@@ -106,10 +116,10 @@ def test_an_even_split_is_not_compared_with_itself() -> None:
 
 
 def test_an_even_split_over_fewer_devices_is_not_the_even_split() -> None:
-    three = Candidate("split", Layout("split", (100, 80, 60)))
+    three = candidate("split", Layout("split", (100, 80, 60)))
     two = split_evenly(3, (0, 1), 240)
     assert two is not None
-    assert "even" not in explain(result(three, 1000), [rival(Candidate("even", two), 0.2)], ("A", "B", "C"))
+    assert "even" not in explain(result(three, 1000), [rival(candidate("even", two), 0.2)], ("A", "B", "C"))
 
 
 def test_a_single_device_says_what_two_would_lose_and_why() -> None:
@@ -146,12 +156,12 @@ def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
 
 def test_another_batch_is_named_and_one_that_is_far_off_is_not_compared() -> None:
     """A split of 256 samples says nothing of a plan of 4096."""
-    alone = result(Candidate("solo", solo(2, 0, 4096)), 1000)
+    alone = result(candidate("solo", solo(2, 0, 4096)), 1000)
     small = list_rivals(alone, [], [result(SPLIT, 30)])
     assert explain(alone, small, LABELS).endswith("; no split over several devices was measured near 4096 samples.")
-    near = list_rivals(alone, [], [result(Candidate("split", Layout("split", (2000, 1000))), 800)])
+    near = list_rivals(alone, [], [result(candidate("split", Layout("split", (2000, 1000))), 800)])
     assert "a split over GPU:0 and GPU:1 at 3000 samples loses 20 %" in explain(alone, near, LABELS)
-    larger = result(Candidate("split", Layout("split", (1000, 500))), 1500)
+    larger = result(candidate("split", Layout("split", (1000, 500))), 1500)
     found = list_rivals(larger, [standing(SOLO, 1000.0)])
     assert explain(larger, found, LABELS).endswith(", 50 % faster than GPU:0 alone at 256 samples.")
 
@@ -187,7 +197,7 @@ def test_a_rate_that_is_not_known_is_not_said() -> None:
 
 def test_one_device_has_no_rivals() -> None:
     """Its batch and its speed."""
-    words = explain(result(Candidate("solo", solo(1, 0, 64)), 90.5, 0.0), [], LABELS[:1])
+    words = explain(result(candidate("solo", solo(1, 0, 64)), 90.5, 0.0), [], LABELS[:1])
     assert words == "Use GPU:0, 64 samples a step: 90.50 samples/s."
 
 
@@ -215,7 +225,7 @@ def test_packs_that_tie_and_those_that_may_are_named() -> None:
 
 
 def test_a_knob_is_named_whichever_way_it_went() -> None:
-    xla, mixed = (Candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,))) for knob in ("xla", "mixed"))
+    xla, mixed = (candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,))) for knob in ("xla", "mixed"))
     words = explain(
         result(xla, 1200), [rival(SOLO, 0.2, 1200), rival(mixed, 0.03, 1200), rival(EVEN, 0.5, 1200)], LABELS
     )
@@ -227,7 +237,7 @@ def test_a_knob_is_named_whichever_way_it_went() -> None:
 
 def test_a_larger_batch_that_is_faster_is_named_with_what_it_adds() -> None:
     """The tolerance chose the smaller one, and the reader may not want it to."""
-    larger = Candidate("split", Layout("split", (400, 300)))
+    larger = candidate("split", Layout("split", (400, 300)))
     words = explain(result(SPLIT, 1000), [rival(larger, 1 / 1.015 - 1), rival(SOLO, 0.5)], LABELS)
     assert words.endswith("; 700 samples a step would add 1.5 %.")
     tie = rival(larger, 1 / 1.015 - 1, tie=True)
@@ -235,8 +245,8 @@ def test_a_larger_batch_that_is_faster_is_named_with_what_it_adds() -> None:
 
 
 def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batch() -> None:
-    larger = Candidate("split", Layout("split", (400, 300)))
-    most = Candidate("split", Layout("split", (800, 600)))
+    larger = candidate("split", Layout("split", (400, 300)))
+    most = candidate("split", Layout("split", (800, 600)))
     found = [rival(larger, -0.01), rival(most, -0.02), rival(PACK, -0.3), rival(SOLO, 0.5)]
     assert find_larger(result(SPLIT, 1000), found) == found[1]
     assert find_larger(result(most, 1000), found) is None
@@ -286,7 +296,7 @@ def test_one_device_is_compared_with_the_fastest_split_that_was_measured_whether
 @pytest.mark.parametrize(
     ("one", "expected"),
     [(SOLO, "best single device"), (EVEN, "even split"), (SPLIT, "best split"), (PLACE, "place towers"),
-     (PACK, "pack of 5"), (Candidate("pack", pack_on(SOLO.layout, 2, "mps")), "pack of 2 under MPS")],
+     (PACK, "pack of 5"), (candidate("pack", pack_on(SOLO.layout, 2, "mps")), "pack of 2 under MPS")],
 )  # fmt: skip
 def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
     assert name_candidate(one, 2) == expected
@@ -295,12 +305,12 @@ def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
 def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
     some = split_evenly(4, (0, 2), 64)
     assert some is not None
-    assert name_candidate(Candidate("even", some), 4) == "even over 2"
+    assert name_candidate(candidate("even", some), 4) == "even over 2"
 
 
 def test_no_two_layouts_have_one_name() -> None:
     """The slower of two of a kind is another one; the third says its samples."""
-    found = [SPLIT, *(Candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
+    found = [SPLIT, *(candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
     assert name_all(found, 2) == ("best split", "another split", "another split, 30 + 10", "best single device")
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from evener.balancer.intake.job import take_in
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import EFFICIENCY, Request, check_request
+from evener.balancer.intake.request import Request, check_request
+from evener.balancer.objectives.energy import ENERGY
 from evener.balancer.run import begin
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import Header
@@ -61,7 +62,7 @@ def test_what_the_devices_can_not_do_is_refused_before_a_run_is_made() -> None:
 
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(
-    "asked", [{}, {"global_batch": 512, "micro": "off"}, {"objective": EFFICIENCY, "multiple_of": 4}]
+    "asked", [{}, {"global_batch": 512, "micro": "off"}, {"objective": ENERGY.name, "multiple_of": 4}]
 )
 def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> None:
     """The job of a new run and the header on disk are two ways to one problem."""

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from evener.balancer.result import words
-from evener.balancer.result.words import SENTENCES, Finding, say, say_all, write_verdict
+from evener.balancer.result.words import Finding, list_sentences, say, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
 from evener.balancer.store import journal, replay
 from evener.tui.cli.main import run
@@ -27,21 +27,21 @@ COMMANDS = (ROOT / "docs" / "commands.md").read_text()
 def test_every_code_that_is_found_has_a_sentence() -> None:
     found = {code for path in WRITERS for code in CODE.findall(path.read_text())}
     assert len(found) > 30
-    assert found <= SENTENCES.keys()
+    assert found <= list_sentences().keys()
 
 
 def test_every_code_and_its_values_are_in_the_docs() -> None:
     """And no other: what is written there is what a program can meet."""
     rows = dict(re.findall(r"^\| `([a-z_]+(?:\.[a-z_]+)?)` \| (.*) \|$", COMMANDS, re.MULTILINE))
-    assert rows.keys() >= SENTENCES.keys()
-    for code, sentence in SENTENCES.items():
+    assert rows.keys() >= list_sentences().keys()
+    for code, sentence in list_sentences().items():
         fields = {field for _, field, _, _ in string.Formatter().parse(sentence) if field}
         assert set(re.findall(r"`(\w+)`", rows[code])) == fields, code
     assert all(f"`{stop.name.lower()}`" in COMMANDS for stop in Stop)
 
 
 def test_every_format_of_a_sentence_is_known() -> None:
-    formats = {form for text in SENTENCES.values() for _, _, form, _ in string.Formatter().parse(text) if form}
+    formats = {form for text in list_sentences().values() for _, _, form, _ in string.Formatter().parse(text) if form}
     assert all(form in words._FORMATS or re.fullmatch(r"\.\d+f|g", form) for form in formats)
 
 

@@ -113,7 +113,7 @@ def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
     shares = tuple(Share(f"GPU-{i}", i, "GTX 1080", 0, 0.0) for i in range(len(batches)))
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
     return make_plan(
-        make_layout(kind, shares, batches),  # type: ignore[arg-type]
+        make_layout(kind, shares, batches),
         workload="keras_mnist",
         framework="tensorflow",
         search=SearchSummary(9, 1, 12.5, 0, "the evidence is enough"),

@@ -14,9 +14,10 @@ import threading
 
 import msgspec
 
+from evener.balancer.families.family import Placement
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.search.layouts import LayoutOptions, Placement
-from evener.balancer.search.pack_sizes import MOST_PROCESSES
+from evener.balancer.search.layouts import LayoutOptions
+from evener.balancer.search.packing import MOST_PROCESSES
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
 from evener.devices.simulated.machine import Machine, SimulatedPlacement, interpolate
@@ -94,12 +95,12 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 def score(case: ComparisonCase) -> Score:
     """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
-    truths = truth(case, comparison._candidates.common_batch)
+    truths = truth(case, comparison._reading.candidates.common_batch)
     best = max(truths, key=lambda name: truths[name])
     standing = comparison.ranking()[0]
     layout = standing.candidate.layout
     reached = true_throughput(case.machine, layout)
-    family = "split" if standing.candidate.family == "even" else standing.candidate.family
+    family = "split" if standing.candidate.family.name == "even" else standing.candidate.family.name
     able = reached if family == "place" else truths[family]  # one placement is not the other
     return Score(case, family, able / truths[best], reached / truths[best], best, probes, seconds)
 

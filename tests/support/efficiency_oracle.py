@@ -28,7 +28,14 @@ def is_efficient(seed: int) -> bool:
     machine = msgspec.structs.replace(machine, devices=tuple(power))
     batch, slowdown, free = machines.fixed_batch(machine, seed), rng.choice(SLOWDOWNS), rng.random() < 0.3
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
-    problem = Problem(len(memory), memory, global_batch=None if free else batch, max_slowdown=slowdown, micro=False)
+    problem = Problem(
+        len(memory),
+        memory,
+        global_batch=None if free else batch,
+        objective="samples-per-joule",
+        max_slowdown=slowdown,
+        micro=False,
+    )
     found = Search(problem).run(RecordingProber(machine, seed).measure).best()
     assert found is not None
     batches = sorted({batch, found.layout.global_batch}) if free else [batch]

@@ -1,24 +1,29 @@
 """The best that a machine can do, exactly, from its physics; shares no code with the search.
 
 Every finish time that any device can have for any whole batch is tried; at each, every device does as much as it can,
-in passes of any size, and for each number of devices k the k that do most are taken.
+in passes of any size, and for each set of hosts and each number of devices k on them the k that do most are taken. At a
+moment, lost devices are gone, memory that others hold is missing, and a step is as slow as its most throttled device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import combinations
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.types import Limit
 from tests.support.machine_families import largest
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 MOST_TIMES = 300_000  # finish times; of more, every n-th
+NEAR = 1e-9  # two times are the same
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -26,6 +31,56 @@ class Best(msgspec.Struct, frozen=True):
 
     samples_per_second: float
     smallest_batch: int
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """Alone: seconds of 1, 2, ... samples. Together: finish times and, in `done`, what each device does by then."""
+
+    alone: tuple[Floats, ...]
+    finish: Floats
+    done: Whole
+    teams: tuple[tuple[Floats, Floats], ...]  # for each set of hosts, [k - 1]: the most samples of k devices, the cost
+
+
+def free(machine: Machine, tolerance: float, quantum: int = 1, most: int | None = None, at: float = -1.0) -> Best:
+    """The best of every global batch whose shares fit at once; `at` is the moment, before any event unless given.
+
+    With a largest global batch, times that fall with larger shares make it an upper bound.
+    """
+    found = [(_free(one, tolerance, quantum, most), speed) for one, speed in moments(machine, at)]
+    top, speed = max(found, key=lambda one: one[0].samples_per_second * one[1], default=(Best(0.0, 0), 1.0))
+    return Best(top.samples_per_second * speed, top.smallest_batch)
+
+
+def fixed(machine: Machine, batch: int, micro: bool = True, quantum: int = 1, at: float = -1.0) -> Best:
+    """The best of one global batch."""
+    return Best(max((_fixed(one, batch, micro, quantum) * by for one, by in moments(machine, at)), default=0.0), batch)
+
+
+def true_rate(machine: Machine, shares: Sequence[int], micro: Sequence[int] = (), at: float = -1.0) -> float:
+    """Samples/s of a layout at a moment; 0 if a device of it is lost or its memory is too small then."""
+    active = [i for i, share in enumerate(shares) if share]
+    for i in active:
+        room = machine.usable_memory_bytes(i) - machine.short_bytes(i, at)
+        if machine.lost(i, at) or machine.memory_bytes(i, (micro or shares)[i]) > room:
+            return 0.0
+    return machine.samples_per_second(shares, micro) * (1 - max(machine.slowed(i, at) for i in active))
+
+
+def moments(machine: Machine, at: float) -> Iterator[tuple[Machine, float]]:
+    """The machine as it is then, without events: for each degree of throttling, the devices throttled no more."""
+    slowed = {i: machine.slowed(i, at) for i in range(len(machine.devices)) if not machine.lost(i, at)}
+    for most in sorted(set(slowed.values())):
+        kept = [i for i in slowed if slowed[i] <= most]
+        room = [(machine.usable_memory_bytes(i) - machine.short_bytes(i, at)) for i in kept]
+        yield (
+            Machine(
+                tuple(machine.devices[i] for i in kept),
+                machine.sync,
+                tuple(Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True)),
+            ),
+            1 - most,
+        )
 
 
 def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:
@@ -38,9 +93,11 @@ def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True
     (left, low), (right, high) = device.curve[:2]
     free_rows = int(left - low * (right - left) / (high - low)) if high > low else 0  # by the line before the curve
     sizes = [wall, 1, *(b for b in (free_rows, free_rows + 1, *(b for b, _ in device.curve)) if 0 < b <= wall)]
-    counts = [-(-batch // size) + more for size in sizes for more in (-1, 0, 1)]
-    fits = [np.clip(count, -(-batch // wall), batch if micro else 1) for count in counts]
-    milliseconds = np.min([_in_passes(device, batch, count) for count in fits], axis=0)
+    counts = (-(-batch // size) + more for size in dict.fromkeys(sizes) for more in (-1, 0, 1)) if micro else iter([1])
+    milliseconds = np.full(most, np.inf)
+    for count in counts:
+        fits = np.clip(count, -(-batch // wall), batch if micro else 1)
+        milliseconds = np.minimum(milliseconds, _in_passes(device, batch, fits))
     if device.stall_ms > 0:
         milliseconds = np.ceil(milliseconds / device.stall_ms - 1e-9) * device.stall_ms
     return np.asarray(milliseconds / 1000)
@@ -59,57 +116,120 @@ def _along(device: SimulatedDevice, batch: Whole) -> Floats:
     times = np.array([t for _, t in device.curve], dtype=np.float64)
     right = np.clip(np.searchsorted(known, batch), 1, len(known) - 1)
     slope = (times[right] - times[right - 1]) / (known[right] - known[right - 1])
-    return np.asarray(np.maximum(0.0, times[right - 1] + slope * (batch - known[right - 1])))
+    inside = np.where(slope < 0, np.clip(batch, known[right - 1], known[right]), batch)  # a falling line ends level
+    return np.asarray(np.maximum(0.0, times[right - 1] + slope * (inside - known[right - 1])))
 
 
-def free(machine: Machine, tolerance: float) -> Best:
-    """The best of every global batch whose shares fit at once."""
-    alone, finish, totals, costs = _tables(machine, None, micro=False)
-    top = max(float(np.max(np.arange(1, len(t) + 1) / t)) for t in alone)
-    if len(alone) > 1:
-        top = max(top, float(np.max(totals[1:] / (finish + costs[1:, None]))))
-    return Best(top, _smallest(machine, top * (1 - tolerance)))
+def _free(machine: Machine, tolerance: float, quantum: int, most: int | None) -> Best:
+    tables = _tables(machine, None, False, quantum)
+    limit = math.inf if most is None else most // quantum * quantum
+
+    def rate(times: Floats, done: Floats) -> float:
+        return float(np.max(np.minimum(done, limit) / times, initial=0.0))
+
+    top = max((rate(t, _sizes(t, quantum, limit)) for t in tables.alone), default=0.0)
+    for totals, costs in tables.teams:
+        top = max(top, rate(tables.finish + costs[1:, None], totals[1:]))
+    return Best(top, _smallest(tables, top * (1 - tolerance), quantum, limit))
 
 
-def fixed(machine: Machine, batch: int, micro: bool = True) -> Best:
-    """The best of one global batch."""
-    alone, finish, totals, costs = _tables(machine, batch, micro)
-    least = min((float(t[batch - 1]) for t in alone if len(t) >= batch), default=math.inf)
-    for k in range(1, min(len(alone), batch)):
-        enough = totals[k] >= batch
-        if enough.any():
-            least = min(least, float(finish[int(np.argmax(enough))] + costs[k]))
-    return Best(batch / least if math.isfinite(least) else 0.0, batch)
+def _sizes(times: Floats, quantum: int, limit: float) -> Floats:
+    """The batches of a table of times that count; 0 for the others."""
+    batch = np.arange(1, len(times) + 1, dtype=np.float64)
+    return np.where((batch % quantum == 0) & (batch <= limit), batch, 0.0)
 
 
-def _smallest(machine: Machine, rate: float) -> int:
+def _smallest(tables: Tables, rate: float, quantum: int, limit: float) -> int:
     """The smallest global batch that reaches a throughput."""
-    alone, finish, totals, costs = _tables(machine, None, micro=False)
     found = [math.inf]
-    for times in alone:
-        batch = np.arange(1, len(times) + 1)
-        enough = batch[batch / times >= rate * (1 - 1e-12)]
+    for times in tables.alone:
+        batch = _sizes(times, quantum, limit)
+        enough = batch[(batch > 0) & (batch / times >= rate * (1 - 1e-12))]
         found.append(float(enough[0]) if len(enough) else math.inf)
-    for k in range(1, len(alone)):
-        needed = np.maximum(np.ceil(rate * (finish + costs[k]) * (1 - 1e-12)), k + 1)
-        enough = needed[needed <= totals[k]]
-        found.append(float(enough.min()) if len(enough) else math.inf)
-    return int(min(found))
+    for totals, costs in tables.teams:
+        for k in range(1, len(totals)):
+            needed = np.maximum(np.ceil(rate * (tables.finish + costs[k]) * (1 - 1e-12)), k + 1)
+            needed = np.ceil(needed / quantum) * quantum
+            enough = needed[(needed <= totals[k]) & (needed <= limit)]
+            found.append(float(enough.min()) if len(enough) else math.inf)
+    return int(min(found)) if math.isfinite(min(found)) else 0
+
+
+def _fixed(machine: Machine, batch: int, micro: bool, quantum: int) -> float:
+    tables = _tables(machine, batch, micro, quantum)
+    least = min((float(t[batch - 1]) for t in tables.alone if len(t) >= batch), default=math.inf)
+    if any(np.any(t[1:] < t[:-1] * (1 - NEAR)) for t in tables.alone):
+        least = min(least, _least_of_falling(machine, tables, batch, quantum))
+    else:
+        for totals, costs in tables.teams:
+            for k in range(1, min(len(totals), batch)):
+                enough = totals[k] >= batch
+                if enough.any():
+                    least = min(least, float(tables.finish[int(np.argmax(enough))] + costs[k]))
+    return batch / least if math.isfinite(least) else 0.0
+
+
+def _least_of_falling(machine: Machine, tables: Tables, batch: int, quantum: int) -> float:
+    """The shortest step where a larger share may take less time: of each set of devices, by bisection."""
+    count, least = len(tables.alone), math.inf
+    slower = [1 + device.contention for device in machine.devices]
+    for k in range(2, min(count, batch) + 1):
+        for team in combinations(range(count), k):
+            times = [tables.alone[i] * slower[i] for i in team]
+            step = _first(tables.finish, lambda t, times=times: _adds_up(times, t, batch, quantum))  # type: ignore[misc]
+            least = min(least, step + machine.sync_seconds(team))
+    return least
+
+
+def _first(finish: Floats, holds: Callable[[float], bool]) -> float:
+    """The least time at which it holds, as it does at all later ones; infinite if it never does."""
+    low, high = -1, len(finish)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(float(finish[middle])) else (middle, high)
+    return float(finish[high]) if high < len(finish) else math.inf
+
+
+def _adds_up(times: Sequence[Floats], finish: float, batch: int, quantum: int) -> bool:
+    """Whether shares that each end by then sum to the batch: sums are bits of a number."""
+    sums, keep = 1, (1 << batch + 1) - 1
+    for each in times:
+        fit = np.zeros(len(each) + 2, dtype=bool)
+        fit[1:-1] = (each <= finish * (1 + 1e-12)) & (np.arange(1, len(each) + 1) % quantum == 0)
+        edges = np.flatnonzero(fit[1:] != fit[:-1])
+        now = 0
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            spread, width = sums << int(first) + 1, int(last - first)
+            reach = 1
+            while reach < width:
+                more = min(reach, width - reach)
+                spread, reach = spread | spread << more, reach + more
+            now |= spread
+        sums = now & keep
+    return bool(sums >> batch & 1)
 
 
 @lru_cache(maxsize=4)
-def _tables(machine: Machine, batch: int | None, micro: bool) -> tuple[tuple[Floats, ...], Floats, Floats, Floats]:
-    """Alone: seconds by batch. Together: finish times, and [k - 1]: the most samples that k devices do by then."""
+def _tables(machine: Machine, batch: int | None, micro: bool, quantum: int) -> Tables:
     walls = [largest(machine, i) for i in range(len(machine.devices))]
     slower = [1 + device.contention for device in machine.devices]
-    most = [wall if batch is None else batch if micro else min(wall, batch) for wall in walls]
+    most = [wall if batch is None else batch if micro and wall else min(wall, batch) for wall in walls]
     times = [step_times(device, wall, n, micro) for device, wall, n in zip(machine.devices, walls, most, strict=True)]
     together = [t * slow for t, slow in zip(times, slower, strict=True)]
-    finish = np.unique(np.concatenate(together))
+    finish = np.unique(np.concatenate(together)) if together else np.zeros(0)
     if len(finish) > MOST_TIMES:
         finish = finish[:: -(-len(finish) // MOST_TIMES)]
-    done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in together])
-    order = np.argsort(-done, axis=0, kind="stable")
-    totals = np.cumsum(np.take_along_axis(done, order, axis=0), axis=0).astype(np.float64)
-    costs = np.array([machine.sync.seconds(k) for k in range(1, len(walls) + 1)])
-    return tuple(times), finish, totals, costs
+    allowed = [np.where(np.arange(1, len(t) + 1) % quantum, np.inf, t) for t in together]
+    least = [np.minimum.accumulate(t[::-1])[::-1] for t in allowed]  # of this batch and all larger ones
+    done = np.stack([np.searchsorted(t, finish * (1 + 1e-12), side="right") for t in least])
+    return Tables(tuple(times), finish, done, tuple(_teams(machine, done)))
+
+
+def _teams(machine: Machine, done: Whole) -> Iterator[tuple[Floats, Floats]]:
+    """For each set of hosts: the most samples of k of their devices at each finish time, and what syncing costs."""
+    hosts = sorted({device.host for device in machine.devices})
+    for count in range(1, len(hosts) + 1):
+        for chosen in combinations(hosts, count):
+            own = done[[device.host in chosen for device in machine.devices]]
+            totals = np.cumsum(-np.sort(-own, axis=0), axis=0).astype(np.float64)
+            yield totals, np.array([machine.sync.seconds(k, count) for k in range(1, len(own) + 1)])

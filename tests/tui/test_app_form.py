@@ -10,7 +10,7 @@ from textual.binding import Binding
 from textual.events import Key
 from textual.widgets import Input, Static
 
-from evener.balancer.search.layouts import FAMILIES
+from evener.balancer.families.registry import FAMILIES
 from evener.devices.discover import discover
 from evener.errors import DeviceError, RequestError
 from evener.tui.app.app import EvenerApp
@@ -128,7 +128,7 @@ async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, s
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.ended, "its end")
         assert searches.requests[0].share
-        assert searches.requests[0].compare.families == FAMILIES
+        assert searches.requests[0].compare.families == tuple(FAMILIES)
 
 
 async def test_efficiency_and_what_it_may_cost_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:

@@ -139,12 +139,12 @@ def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device,
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
     """RequestError for a plan that isn't trained by processes, or a script that isn't there."""
-    if plan.layout.kind == "place":
+    if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}) in one process.",
             "Start the script with python.",
         )
-    if plan.layout.kind == "pack":
+    if plan.layout.traits.side_by_side:
         raise PlanError(
             f"The plan packs {plan.layout.processes} trainings of their own onto one device.", "Start each with python."
         )

@@ -94,7 +94,7 @@ def _curve(record: Record, position: int) -> SoloCurve:
     failed: list[int] = []
     for entry in record.seen:
         layout = entry.seen.probe.layout
-        if layout.kind != "solo" or layout.active != (position,) or layout.knobs or layout.length:
+        if not layout.traits.alone or layout.active != (position,) or layout.knobs or layout.length:
             continue
         if isinstance(entry.seen, Timed):
             points[layout.global_batch] = max(entry.seen.samples_per_second, points.get(layout.global_batch, 0.0))

@@ -43,13 +43,13 @@ class Sampled(Message):
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
+    from evener.balancer.families.registry import FAMILIES
     from evener.balancer.intake.comparison import take_in_comparison
-    from evener.balancer.search.layouts import FAMILIES
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
         families = request.compare.families
-        return Session(take_in_comparison(request, None if families == FAMILIES else families))
+        return Session(take_in_comparison(request, None if families == tuple(FAMILIES) else families))
     return Session(request, **resumed)
 
 

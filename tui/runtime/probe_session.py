@@ -49,7 +49,7 @@ class ProbeSession(EventThread):
                 return
 
     def _run(self, turn: int) -> Observation | None:
-        probe = Probe(self._layout, "split" if self._layout.kind == "split" else "solo", SECONDS, turn, True)
+        probe = Probe(self._layout, "split" if self._layout.traits.together else "solo", SECONDS, turn, True)
         self._events.put(ProbeStarted(probe, self._prober.now()))
         for seen in self._prober.measure((probe,), self._events.put, self._halt):
             walls = int(isinstance(seen, OutOfMemory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -14,8 +14,10 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.intake.request import EFFICIENCY, ENGINES, INPUTS, MICROS, OBJECTIVES, PRECISIONS, Request
-from evener.balancer.search.layouts import FAMILIES, Family, LayoutOptions
+from evener.balancer.families.registry import FAMILIES
+from evener.balancer.intake.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
+from evener.balancer.objectives.registry import OBJECTIVES, find_objective
+from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -97,7 +99,7 @@ class Setup(UsesApp, VerticalScroll):
     def _options(self) -> Iterable[Widget]:
         choices = {
             "task": tuple(_TASKS),
-            "objective": OBJECTIVES,
+            "objective": tuple(OBJECTIVES),
             "micro": MICROS,
             "precision": PRECISIONS,
             "inputs": INPUTS,
@@ -143,7 +145,7 @@ class Setup(UsesApp, VerticalScroll):
 
     def _task_fields(self) -> frozenset[str]:
         """The fields of the chosen task; how much slower it may be goes with efficiency alone."""
-        efficient = self.query_one("#objective", OneOf).value == EFFICIENCY
+        efficient = find_objective(self.query_one("#objective", OneOf).value).trades_speed
         return _TASKS[self.query_one("#task", OneOf).value] - (frozenset() if efficient else {"max_slowdown"})
 
     def redraw(self) -> None:
@@ -238,8 +240,8 @@ class Setup(UsesApp, VerticalScroll):
             raise RequestError("No --workload of your own is named.", "Write train.py:build, or tick another one.")
         fields = request_fields(typed) | {"share": share}
         if task == COMPARE:
-            words = tuple(parse_words(layouts) or ()) if layouts.strip() else FAMILIES
-            fields["compare"] = LayoutOptions(families=cast(tuple[Family, ...], words))
+            words = tuple(parse_words(layouts) or ()) if layouts.strip() else tuple(FAMILIES)
+            fields["compare"] = LayoutOptions(families=words)
         named = None if framework == "auto" else framework
         request = make_request(devices=spec, workload=own, framework=named, **fields)
         shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)

@@ -12,7 +12,7 @@ def launch_hint(plan: Plan, path: str) -> str:
     """How to train by a plan in this file, as a part of a sentence; empty where there is no script to launch."""
     active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
     simulated = any(share.device.startswith("sim-") for share in active)
-    if plan.layout.kind not in ("solo", "split") or simulated or not script:
+    if not plan.layout.traits.by_shares or simulated or not script:
         return ""
     line = write_line([path, script])
     where = ", on each of its hosts" if active[0].host else ""

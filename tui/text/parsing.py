@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.intake.request import EFFICIENCY, Request
+from evener.balancer.intake.request import Request
+from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective, that_trade_speed
 from evener.devices.limits import write_limit
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
@@ -32,8 +33,7 @@ REQUEST_HELP = {
     "max_global_batch": "Upper limit for the global batch, in samples.",
     "multiple_of": "Make every share a multiple of this number.",
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
-    "objective": "What to maximise: tokens/s where rows have lengths, else samples/s. samples leaves lengths out."
-    " samples-per-joule: the most efficient layout within --max-slowdown of the fastest.",
+    "objective": f"What to maximise; {'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}.",
     "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
     "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
@@ -58,8 +58,8 @@ def make_request(
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}.")
     if max_slowdown is not None:
-        if fields.get("objective") != EFFICIENCY:
-            message = f"--max-slowdown goes with --objective {EFFICIENCY}."
+        if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
+            message = f"--max-slowdown goes with --objective {that_trade_speed()}."
             raise RequestError(message, "Add that, or leave --max-slowdown out.")
         fields["max_slowdown"] = _parse_part(max_slowdown)
     return Request(

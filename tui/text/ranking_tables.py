@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.families.family import MODES
 from evener.balancer.layout_profile import LayoutProfile
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.result.layout_names import PACK_MODES, name_all
+from evener.balancer.result.layout_names import name_all
 from evener.balancer.result.number_format import half_width, percent, rate
 from evener.balancer.result.verdict import waiting_share
 from evener.balancer.search.layouts import is_even
@@ -74,7 +75,7 @@ def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
 def where(one: Standing, labels: Sequence[str]) -> str:
     """The devices and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
     layout = one.candidate.layout
-    if layout.kind == "place":
+    if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
     words = " ".join(f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active)
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
@@ -92,9 +93,7 @@ def against(one: Standing) -> str:
 def packing_tables(found: Search) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
-    return [
-        Table(f"packing{PACK_MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()
-    ]
+    return [Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()]
 
 
 def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
@@ -112,8 +111,8 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 def scaling_table(found: Search) -> Table:
     """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
     plain_ones = [one for one in found.ranking() if not one.candidate.layout.knobs]
-    single = next((one for one in plain_ones if one.candidate.family == "solo"), None)
-    evens = [one for one in plain_ones if one.candidate.layout.kind == "split" and is_even(one.candidate.layout)]
+    single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
+    evens = [one for one in plain_ones if one.candidate.layout.traits.together and is_even(one.candidate.layout)]
     evens.sort(key=lambda one: len(one.candidate.layout.active))
     rows = [("devices", "global batch", f"s per {SCALING_STEPS} steps", "samples/s", "times one")]
     scaled = [single, *evens] if single is not None and evens else []
@@ -146,7 +145,7 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     interval = None if difference is None else [difference.low, difference.high]
     power = found.power(layout)
     return {
-        "kind": one.candidate.family,
+        "kind": one.candidate.family.name,
         "batches": layout.shares,
         "micro": layout.pass_rows,
         "processes": layout.processes,

@@ -1,1 +1,1 @@
-"""What measurements say of devices: step times, memory, contention and the cost of exchange."""
+"""What measurements say of devices: step times, memory and the cost of exchange."""

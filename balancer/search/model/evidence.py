@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.statistics import relative_error
+from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
+
+
+class Store(Protocol):
+    """What a device is read from."""
+
+    def explored(self, position: int) -> Sequence[Observation]:
+        """What exploration saw of a device, in the order of its probes."""
+
+    def final(self, seen: Failed) -> bool:
+        """Whether another try is pointless."""
+
+    def holds(self, position: int, seen: Timed) -> bool:
+        """Whether the device still has the memory that a layout took there."""
+
+    def memory_limit(self, position: int) -> int | None:
+        """A device's bytes less those that others were seen to hold; None: unknown."""
+
+    def why_gone(self, position: int) -> str:
+        """What was said as a device went; empty for one that is there."""
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
@@ -22,6 +45,132 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     alone_in_passes: tuple[Point, ...] = ()  # as in the first two, but in several passes
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
+
+    def out_of_use(self, quantum: int) -> bool:
+        """Whether it failed for good, or ran out of memory at the smallest share."""
+        return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
+
+
+def read_device(store: Store, position: int) -> DeviceEvidence:
+    """What the observations of exploration say of a device."""
+    seen = store.explored(position)
+    by_rows = [one for one in seen if one.probe.layout.by_rows]
+    solo = [one for one in by_rows if one.probe.layout.traits.alone]
+    splits = [one for one in by_rows if one.probe.layout.traits.together]
+    in_passes = [one for one in solo if one.probe.layout.in_passes]
+    at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
+    rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
+    in_splits = tuple(read_points(splits, position, own_part=True))
+    return DeviceEvidence(
+        alone=tuple(read_points(rounds, position)),
+        at_rest=tuple(read_points(at_rest, position)),
+        in_splits=tuple(point for point in in_splits if point.passes == 1),
+        memory=_memory(store, position, solo, splits),
+        rounds=sum(1 for one in rounds if not isinstance(one, Failed) or store.final(one)),
+        lost=_lost(store, position, seen),
+        alone_in_passes=tuple(read_points(in_passes, position)),
+        split_in_passes=tuple(point for point in in_splits if point.passes > 1),
+        undivided=any(_blames_passes(store, position, one) for one in seen),
+    )
+
+
+def _blames_passes(store: Store, position: int, seen: Observation) -> bool:
+    """Whether it failed for good with this device's share in passes: perhaps the workload can't do that."""
+    failed = isinstance(seen, Failed) and seen.cause != "device" and store.final(seen)
+    return failed and seen.probe.layout.passes(position) > 1
+
+
+def _memory(store: Store, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
+    alone: dict[int, int] = {}
+    in_splits: dict[int, int] = {}
+    ran: list[int] = []
+    full: list[int] = []
+    for seen in (*solo, *splits):
+        layout = seen.probe.layout
+        points = alone if layout.traits.alone and not layout.in_passes else in_splits
+        share = layout.pass_rows[position]
+        if _out_of_memory(store, position, seen):
+            full.append(share)
+        elif isinstance(seen, Timed):
+            used = seen.memory_bytes[position]
+            if store.holds(position, seen):
+                ran.append(share)
+            if used is not None:
+                points[share] = max(used, points.get(share, 0))
+    failed = min(full, default=None)
+    if len(alone) < 2:
+        alone, in_splits = {**in_splits, **alone}, {}
+    return Memory(
+        limit_bytes=store.memory_limit(position),
+        points=tuple(sorted(alone.items())),
+        ran=max((share for share in ran if failed is None or share < failed), default=0),
+        failed=failed,
+        failures=len(full),
+        in_splits=tuple(sorted(in_splits.items())),
+    )
+
+
+def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
+    """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
+    if isinstance(seen, Failed):
+        return _too_large(store, position, seen)
+    if not isinstance(seen, OutOfMemory):
+        return False
+    if seen.devices:
+        return position in seen.devices
+    shares = seen.probe.layout.pass_rows
+    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / _largest_alone(store, i), -i))
+
+
+def _too_large(store: Store, position: int, seen: Failed) -> bool:
+    """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
+    layout, ran = seen.probe.layout, _largest_alone(store, position)
+    alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
+    return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
+
+
+def _largest_alone(store: Store, position: int) -> float:
+    sizes = (one.probe.layout for one in store.explored(position) if isinstance(one, Timed))
+    return max((layout.pass_rows[position] for layout in sizes if layout.traits.alone), default=0.5)
+
+
+def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
+    """Why the device is left out, or empty.
+
+    It has gone, in whatever stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
+    is blamed on the pair.
+    """
+    if gone := store.why_gone(position):
+        return gone
+    for one in explored:
+        if not isinstance(one, Failed) or not store.final(one) or _blames_passes(store, position, one):
+            continue
+        active = one.probe.layout.active
+        if one.devices != (position,) and active != (position,):
+            continue
+        if one.cause == "device" or (len(active) != 2 and not _too_large(store, position, one)):
+            return one.detail
+    return ""
+
+
+def read_points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
+    """Whole steps, or the device's own part of them, with standard errors.
+
+    Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    """
+    found: list[tuple[Timed, float]] = []
+    for one in seen:
+        seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
+        if isinstance(one, Timed) and seconds:
+            found.append((one, seconds))
+    own = [relative_error(one) for one, _ in found]
+    steps = [max(1, one.steps) for one, _ in found]
+    noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
+    for (one, seconds), error, count in zip(found, own, steps, strict=True):
+        layout = one.probe.layout
+        wide = max(error, noise / math.sqrt(count))
+        yield Point(layout.shares[position], seconds, wide, layout.passes(position))
 
 
 def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]) -> tuple[DeviceEvidence, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 Sample = tuple[float, float, float]  # x, y, weight
-DISTINCT = 1e-9  # relative: what is nearer is the same
+ROUNDING = 1e-9  # relative: what is nearer is the same
 
 
 def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def fit_rates(rows: Sequence[Sequence[float]], values: Sequence[float], errors: 
             if rates is None or min(rates) < 0:
                 continue
             missed = _distance([columns[i] for i in chosen], rates, wanted)
-            if missed < least * (1 - DISTINCT):
+            if missed < least * (1 - ROUNDING):
                 least, by_column = missed, dict(zip(chosen, rates, strict=True))
                 best = tuple(by_column.get(i, 0.0) for i in range(len(columns)))
     return best
@@ -73,7 +73,7 @@ def _solve(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[
             own.append(factor)
             left = [a - factor * b for a, b in zip(left, base, strict=True)]
         size = math.hypot(*left)
-        if size <= DISTINCT * math.hypot(*column):
+        if size <= ROUNDING * math.hypot(*column):
             return None
         bases.append([a / size for a in left])
         factors.append([*own, size])

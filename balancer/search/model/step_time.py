@@ -20,6 +20,8 @@ SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 
+LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
+
 
 class Point(msgspec.Struct, frozen=True):
     """One measured time of a step in so many passes; `error` is its relative standard error."""
@@ -150,3 +152,11 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
         return bends[0][1]
     (b0, f0), (b1, f1) = bends[i - 1], bends[i]
     return f0 + (f1 - f0) * (batch - b0) / (b1 - b0)
+
+
+def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
+    """What each further pass costs beside a step of its rows, by steps in several passes, at least one."""
+    weights = [((p.passes - 1) / (max(p.error, LEAST_ERROR) * p.seconds)) ** 2 for p in steps]
+    found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
+    mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
+    return max(mean, (LEAST_REPEATED - 1) * curve.seconds(rows))

@@ -8,9 +8,10 @@ import threading
 import msgspec
 import pytest
 
+from evener.balancer.families.family import Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
@@ -68,7 +69,7 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
     """Where no other split is asked for: one device is fastest at about 256 samples, the other at all that fit."""
     early = device("B", 40.0, curve=((16, 6.0), (256, 40.0), (512, 400.0), (1024, 3000.0)))
     search = run(machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None)
-    (even,) = search._candidates.all
+    (even,) = search._reading.candidates.all
     assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
 
@@ -104,7 +105,7 @@ def test_equal_devices_without_a_cost_are_split_evenly() -> None:
     best = search.best()
     assert best is not None
     assert best.layout.shares == (128, 128)
-    assert search.ranking()[0].candidate.family == "even"
+    assert search.ranking()[0].candidate.family.name == "even"
 
 
 def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
@@ -180,12 +181,12 @@ def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     of = machine(device("A", 40.0), device("B", 30.0))
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
     assert [(c.layout.placement, type(seen).__name__) for c, seen in search.broken()] == [("unknown", "Failed")]
-    assert {one.candidate.family for one in search.ranking()} >= {"solo", "even", "place"}
+    assert {one.candidate.family.name for one in search.ranking()} >= {"solo", "even", "place"}
 
 
 def test_one_device_has_nothing_to_split_or_place() -> None:
     search = run(machine(device("A", 40.0)))
-    assert {one.candidate.family for one in search.ranking()} <= {"solo", "pack"}
+    assert {one.candidate.family.name for one in search.ranking()} <= {"solo", "pack"}
 
 
 def test_the_budget_holds() -> None:

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.balancer.families.family import PackMode, Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.outcome import RunEnd, find_retreats, find_short_budget, find_unmeasured
 from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import BALANCE, LayoutOptions, PackMode, Placement, shrink
+from evener.balancer.search.layouts import BALANCE, LayoutOptions, shrink
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
@@ -95,7 +96,9 @@ def test_every_way_is_measured_within_the_budget(budget: float, start: float) ->
     search, _ = compared(budget, start)
     assert search.unmeasured() == ()
     found = search.ranking()
-    assert {one.candidate.family for one in found} >= {"solo", "even", "place", "pack"}, "the best split may be even"
+    assert {one.candidate.family.name for one in found} >= {"solo", "even", "place", "pack"}, (
+        "the best split may be even"
+    )
     assert {one.candidate.layout.placement for one in found} >= {"towers", "alternate"}
     assert min(one.turns for one in found) >= 1
     assert search.spent_seconds() <= budget

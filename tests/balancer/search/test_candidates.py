@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.search.layouts import (
-    FAMILIES,
-    Candidate,
-    LayoutOptions,
-    Placement,
-    device_counts,
-    find_family,
-    is_even,
-    pack_on,
-    place_on,
-    shrink,
-    split_evenly,
-)
+from evener.balancer.families.even import device_counts
+from evener.balancer.families.family import Placement
+from evener.balancer.families.pack import pack_on
+from evener.balancer.families.place import place_on
+from evener.balancer.families.registry import FAMILIES, family_of, find_family
+from evener.balancer.search.layouts import Candidate, LayoutOptions, is_even, shrink, split_evenly
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo
 from tests.support.search_machines import Bench
+
+
+def candidate(family: str, layout: Layout) -> Candidate:
+    """Of a family of this name."""
+    return Candidate(find_family(family), layout)
+
 
 FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000), (20.0, 0.2, 0, 3000)), 0.001)
 
@@ -30,8 +29,8 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     """The layouts of a whole race, by family."""
     search = Search(bench.problem(**problem), options).run(bench.measure)
     found: dict[str, list[Layout]] = {}
-    for one in search._candidates.all:
-        found.setdefault(one.family, []).append(one.layout)
+    for one in search._reading.candidates.all:
+        found.setdefault(one.family.name, []).append(one.layout)
     return found
 
 
@@ -79,13 +78,16 @@ def test_what_ran_out_of_memory_comes_back_with_seven_tenths() -> None:
 
 def test_families_and_what_is_simple() -> None:
     """One device before several, few before many, no knobs before any."""
-    assert find_family(solo(2, 0, 8)) == "solo"
-    assert find_family(Layout("split", (4, 4))) == "split"
-    even, split = Candidate("even", Layout("split", (4, 4))), Candidate("split", Layout("split", (5, 3)))
-    single = Candidate("solo", solo(2, 0, 8))
-    pack, more = (Candidate("pack", pack_on(single.layout, size)) for size in (2, 3))
-    knob = Candidate("solo", Layout("solo", (8, 0), knobs=("xla",)))
-    order = [single, even, split, Candidate("split", Layout("split", (5, 2, 1))), pack, more, knob]
+    assert family_of(solo(2, 0, 8)).name == "solo"
+    assert family_of(Layout("split", (4, 4))).name == "split"
+    even, split = (
+        candidate("even", Layout("split", (4, 4))),
+        candidate("split", Layout("split", (5, 3))),
+    )
+    single = candidate("solo", solo(2, 0, 8))
+    pack, more = (candidate("pack", pack_on(single.layout, size)) for size in (2, 3))
+    knob = candidate("solo", Layout("solo", (8, 0), knobs=("xla",)))
+    order = [single, even, split, candidate("split", Layout("split", (5, 2, 1))), pack, more, knob]
     assert sorted(set(order), key=lambda one: one.simplicity) == order
     assert [one.synchronous for one in order] == [True, True, True, True, False, False, False]
 
@@ -113,15 +115,15 @@ def test_a_family_s_further_candidates_are_extra() -> None:
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = Search(three.problem(), LayoutOptions(("solo", "split"))).run(three.measure)
     for family, most in (("split", 4), ("solo", 1)):
-        extra = [one.extra for one in search._candidates.all if one.family == family]
+        extra = [one.extra for one in search._reading.candidates.all if one.family.name == family]
         assert extra == [False, True, True, True][: len(extra)]
         assert len(extra) <= most
-    assert len([one for one in search._candidates.all if one.family == "split"]) > 1
+    assert len([one for one in search._reading.candidates.all if one.family.name == "split"]) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_what_is_asked_for_races(family: str) -> None:
-    options = LayoutOptions((family,), placements=(Placement("towers"),))  # type: ignore[arg-type]
+    options = LayoutOptions((family,), placements=(Placement("towers"),))
     assert set(raced(FOUR, options, global_batch=800)) <= {family}
 
 
@@ -160,11 +162,11 @@ def test_results_are_listed_from_the_fastest() -> None:
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     """Whatever else was measured, and in whatever order."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)).run(FOUR.measure)
-    (fastest,) = [one.layout for one in search._candidates.all if one.family == "split"]
+    (fastest,) = [one.layout for one in search._reading.candidates.all if one.family.name == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
-    assert [one.layout for one in search._candidates.all if one.family == "split"] == [fastest]
+    assert [one.layout for one in search._reading.candidates.all if one.family.name == "split"] == [fastest]
     assert fastest.shares[0] > fastest.shares[3]
 
 
@@ -173,4 +175,4 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
     for batch in (4, 8):
         for position in (0, 1):
             search.tell(OutOfMemory(Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0))
-    assert search._candidates.common_batch == 4
+    assert search._reading.candidates.common_batch == 4

@@ -65,5 +65,23 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
                 search.tell(OutOfMemory(probe, (0,), "full", 1.0))
             else:
                 search.tell(_seen(probe, (0,) if rows > 1 else ()))
-    assert search._predictions.model.live == (0, 1)
-    assert search._predictions.model.devices[0].memory.failed is not None
+    assert search._reading.predictions.model.live == (0, 1)
+    assert search._reading.predictions.model.devices[0].memory.failed is not None
+
+
+@pytest.mark.parametrize("stage", ["race", "check"])
+def test_a_device_that_goes_late_is_left_out_of_the_plan_and_of_its_rivals(stage: str) -> None:
+    """Whatever the stage, the others share the batch."""
+    bench = Bench(((10.0, 1.0, 0, 300), (10.0, 1.1, 0, 300), (12.0, 1.3, 0, 150)), 0.001)
+    search, gone = Search(bench.problem()), False
+    while probes := search.ask():
+        gone = gone or any(probe.stage == stage and probe.layout.shares[2] for probe in probes)
+        for probe in probes:
+            lost = gone and probe.layout.shares[2]
+            (seen,) = [Failed(probe, "device", "it has gone", (2,), 1.0)] if lost else bench.measure([probe])
+            search.tell(seen)
+    best = search.best()
+    assert gone
+    assert best is not None
+    assert best.layout.active == (0, 1)
+    assert not any(one.candidate.layout.shares[2] for one in search.ranking())

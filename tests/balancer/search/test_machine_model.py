@@ -45,10 +45,10 @@ def read(problem: Problem, seen: Observations) -> MachineModel:
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
-    assert model().cap > 10**8
-    assert model(largest_share=500, multiple_of=8).cap == 496
-    assert model(max_global_batch=300, largest_share=500).cap == 300
-    assert model(global_batch=600, largest_share=500).cap == 500
+    assert model().bounds.asked > 10**8
+    assert model(largest_share=500, multiple_of=8).bounds.asked == 496
+    assert model(max_global_batch=300, largest_share=500).bounds.asked == 300
+    assert model(global_batch=600, largest_share=500).bounds.asked == 500
 
 
 def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
@@ -64,8 +64,8 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
     """1500 rows make 98 % of the samples/s of 2000, which a pass saves the cost of; a full device has no passes."""
     larger: tuple[tuple[Layout, Stage], ...] = ((solo(2, 0, 1500), "solo"), (solo(2, 1, 1500), "solo"))
     found = model(*SOLOS, *larger, global_batch=6000)
-    assert found.pass_rows == found.limits
-    assert min(found.limits) > 1900
+    assert found.pass_rows == found.bounds.walls
+    assert min(found.bounds.walls) > 1900
     full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
     assert model(*SOLOS, extra=(full,), global_batch=6000).pass_rows[1] == 0
     falling = Bench(((0, 0, 0, 2000),) * 2, curves=(((0, 10), (500, 60), (2000, 400)),) * 2)
@@ -119,17 +119,17 @@ def test_a_free_batch_grows_as_far_as_it_gains() -> None:
     wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
     found = model(*SOLOS, bench=wide)
     first, second = found.split_curves
-    assert found.useful_limit(first) == pytest.approx(20_000, rel=0.02)
-    assert found.reachable_limit(first, 2) == found.reachable_limit(second, 2) == 1000
-    assert found.reachable_limit(first, 3) == 1500
-    assert model(*SOLOS, bench=wide, tolerance=0.0).useful_limit(first) == pytest.approx(50_000, rel=0.02)
+    assert found.bounds.useful(first) == pytest.approx(20_000, rel=0.02)
+    assert found.bounds.reachable(first, 2) == found.bounds.reachable(second, 2) == 1000
+    assert found.bounds.reachable(first, 3) == 1500
+    assert model(*SOLOS, bench=wide, tolerance=0.0).bounds.useful(first) == pytest.approx(50_000, rel=0.02)
     flat = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 0.0), 5000)
-    assert found.useful_limit(flat) == 5000
+    assert found.bounds.useful(flat) == 5000
     small = DeviceCurve(0, first.curve, 700)
-    assert found.useful_limit(small) == 700
+    assert found.bounds.useful(small) == 700
     coarse = model(*SOLOS, bench=wide, tolerance=0.5, multiple_of=100)
     line = DeviceCurve(0, Curve((0.0, 1.0), (0.0, 0.0001), 0.0001), 1000)
-    assert coarse.useful_limit(line) == 800, "100 samples, the least, take an eighth of its time"
+    assert coarse.bounds.useful(line) == 800, "100 samples, the least, take an eighth of its time"
 
 
 def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:
@@ -137,8 +137,8 @@ def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:
     seen = model(*SOLOS, bench=wide)
     found = MachineModel(seen.problem, seen.seen, 0.07)
     first, second = found.split_curves
-    assert found.useful_limit(first) == pytest.approx(600, abs=5)
-    assert found.useful_limit(second) == 500
+    assert found.bounds.useful(first) == pytest.approx(600, abs=5)
+    assert found.bounds.useful(second) == 500
 
 
 def test_devices_that_can_not_be_distinguished_share_a_limit() -> None:
@@ -146,45 +146,17 @@ def test_devices_that_can_not_be_distinguished_share_a_limit() -> None:
     same = Bench(((10.0, 0.1, 0, 1000), (10.0, 0.1, 0, 1000)))
     found = model(*SOLOS, bench=same)
     assert found.groups == [[0, 1]]
-    assert found.limits[0] == found.limits[1] == pytest.approx(997, abs=2)
+    assert found.bounds.walls[0] == found.bounds.walls[1] == pytest.approx(997, abs=2)
     assert found.alone[0] == found.alone[1]
     assert model(*SOLOS).groups == [[0], [1]]
 
 
 def test_what_safely_fits_ran_or_is_little_more() -> None:
     found = model(*SOLOS)
-    assert found.safely_fits(Layout("split", (500, 500)))
-    assert found.safely_fits(Layout("split", (625, 10)))
-    assert not found.safely_fits(Layout("split", (640, 10)))
-    assert not found.safely_fits(Layout("split", (10, 640)))
-
-
-@pytest.mark.parametrize(
-    ("layout", "batch", "level"),
-    [
-        (Layout("split", (301, 299)), 600, (300, 300)),
-        (Layout("split", (310, 290)), 600, (310, 290)),
-        (Layout("split", (301, 299)), None, (300, 300)),
-        (Layout("split", (304, 300)), None, (302, 302)),
-        (Layout("split", (300, 0)), 300, (300, 0)),
-    ],
-)
-def test_shares_that_no_measurement_distinguishes_are_made_equal(
-    layout: Layout, batch: int | None, level: tuple[int, int]
-) -> None:
-    found = model(*SOLOS, bench=Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 2000))), global_batch=batch)
-    assert found.level(layout).shares == level
-
-
-def test_equal_shares_keep_to_the_smaller_limit() -> None:
-    """Of a free batch the least share for all; a fixed one stays as it is where half of it doesn't fit."""
-    tight = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 301)))
-    layouts: tuple[tuple[Layout, Stage], ...] = tuple(
-        (solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64)
-    )
-    layout = Layout("split", (304, 300))
-    assert model(*layouts, bench=tight).level(layout) == Layout("split", (300, 300))
-    assert model(*layouts, bench=tight, global_batch=604).level(layout) == layout
+    assert found.bounds.surely_hold(Layout("split", (500, 500)))
+    assert found.bounds.surely_hold(Layout("split", (625, 10)))
+    assert not found.bounds.surely_hold(Layout("split", (640, 10)))
+    assert not found.bounds.surely_hold(Layout("split", (10, 640)))
 
 
 @pytest.mark.parametrize(("less", "shared"), [(1.0, True), (1.01, True), (1.05, False)])
@@ -201,9 +173,9 @@ def test_limits_that_nearly_agree_are_one(less: float, shared: bool) -> None:
                 seen.add(msgspec.structs.replace(one, memory_bytes=memory))
     found = read(problem, seen)
     found.groups = [[0, 1]]
-    alone = [device.memory.largest_in_split(found.cap) for device in found.devices]
-    assert found.limits == ((min(alone),) * 2 if shared else tuple(alone))
-    assert found.limits[0] > 900
+    alone = [device.memory.largest_in_split(found.bounds.asked) for device in found.devices]
+    assert found.bounds.walls == ((min(alone),) * 2 if shared else tuple(alone))
+    assert found.bounds.walls[0] > 900
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.search.layouts import LayoutOptions
-from evener.balancer.search.pack_sizes import MOST_PROCESSES, best_size, next_size
+from evener.balancer.search.packing import MOST_PROCESSES, best_size, next_size
 from evener.balancer.search.search import Search
 from evener.balancer.types import Problem
 from tests.support.search_machines import Bench

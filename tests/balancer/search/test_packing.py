@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from evener.balancer.search.layouts import LayoutOptions, PackMode, pack_on
+from evener.balancer.families.family import PackMode
+from evener.balancer.families.pack import pack_on
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed, solo
 from tests.support.search_machines import Bench
@@ -29,7 +31,7 @@ def searched(runs: int, budget: float | None = None) -> Search:
 
 def logical(search: Search) -> list[int]:
     """How many trainings the logical packs of the race have."""
-    return [one.layout.processes for one in search._candidates.all if one.layout.placement == "logical"]
+    return [one.layout.processes for one in search._reading.candidates.all if one.layout.placement == "logical"]
 
 
 def packs(bench: Bench, memory: int | None, batch: int | None = None, free: int = 89) -> list[tuple[int, int]]:

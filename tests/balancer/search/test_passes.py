@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evener import waterfill
+from evener.balancer.families.registry import SPLIT
 from evener.balancer.search.layouts import Candidate, divide, shrink
-from evener.balancer.search.model.pass_curve import fit_extra
-from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.model.step_time import Point, fit_extra
 from evener.balancer.search.ranking import choose_winner
 from evener.balancer.search.search import Search
 from evener.balancer.types import (
@@ -93,6 +93,14 @@ def test_the_most_rows_by_a_time_are_what_trying_every_share_finds(
     times = [curve.seconds(share) for share in range(quantum, 401, quantum)]
     found = sum(1 for time in times if time <= seconds * (1 + 1e-9)) * quantum
     assert abs(curve.largest(seconds, 400, quantum) - found) <= quantum
+
+
+@given(pass_curves(), st.integers(2, 2000))
+def test_a_share_in_passes_ends_at_known_times(curve: PassCurve, ceiling: int) -> None:
+    """They rise, and the last is that of the ceiling."""
+    times = curve.breakpoints(ceiling)
+    assert times == sorted(set(times))
+    assert curve.seconds(ceiling) in times
 
 
 @given(pass_curves())
@@ -257,7 +265,7 @@ def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
 def test_one_pass_wins_a_tie() -> None:
     whole, cut = layout_of((500, 500)), layout_of((600, 400), (300, 400))
     ran = {layout: {0: timed(layout, step)} for layout, step in ((whole, 1.0), (cut, 0.995))}
-    found = choose_winner([Candidate("split", one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
+    found = choose_winner([Candidate(SPLIT, one) for one in ran], ran, Problem(2, (None, None), global_batch=1000))
     assert found.layout == whole
 
 
@@ -282,3 +290,13 @@ def test_the_oracle_tries_every_pass_size(points: list[tuple[int, float]], wall:
     every = [min(device.seconds(b, k) for k in range(-(-b // wall), b + 1)) for b in range(1, 49)]
     assert np.all(oracle.step_times(device, wall, 48) >= np.array(every) * (1 - 1e-9) - 1e-12)
     assert oracle.step_times(device, wall, 48) == pytest.approx(every, rel=0.05)
+
+
+def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:
+    """A device takes it in passes; which hosts share it is decided by the times at which passes end."""
+    machine = Machine(tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0))
+    search = Search(Problem(4, (round(1200.5 * (1 << 20)),) * 4, global_batch=512, hosts=(0, 1, 2, 3)))
+    search.run(RecordingProber(machine, 0).measure)
+    best = search.best()
+    assert best is not None
+    assert len(best.layout.active) == 4

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.families.family import Placement
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.layouts import BALANCE, LayoutOptions, Placement
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.observations import Observations
 from evener.balancer.types import Layout, Probe, Problem, Stage, Timed, solo
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search.layouts import Candidate, pack_on, split_evenly
+from evener.balancer.families.pack import pack_on
+from evener.balancer.families.registry import find_family
+from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import (
-    DRIFT,
+    PROBE_DRIFT,
     TIE,
     Difference,
     Standing,
@@ -24,12 +26,12 @@ from evener.balancer.search.ranking import (
     throughput,
     unsettled,
 )
-from evener.balancer.search.timed_points import relative_error
+from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
-SOLO = Candidate("solo", solo(2, 0, 100))
-EVEN = Candidate("even", cast(Layout, split_evenly(2, (0, 1), 100)))
-PACK = Candidate("pack", pack_on(SOLO.layout, 2))
+SOLO = Candidate(find_family("solo"), solo(2, 0, 100))
+EVEN = Candidate(find_family("even"), cast(Layout, split_evenly(2, (0, 1), 100)))
+PACK = Candidate(find_family("pack"), pack_on(SOLO.layout, 2))
 FIXED = Problem(2, (None, None), global_batch=100)
 FREE = Problem(2, (None, None), tolerance=0.02)
 
@@ -115,7 +117,7 @@ def test_of_two_that_nobody_could_tell_apart_the_simpler_wins() -> None:
 
 
 def test_of_equally_simple_layouts_the_faster_wins() -> None:
-    other = Candidate("solo", solo(2, 1, 100))
+    other = Candidate(find_family("solo"), solo(2, 1, 100))
     assert ranked({SOLO: [1000.0] * 3, other: [1003.0] * 3})[0].candidate == other
 
 
@@ -125,8 +127,8 @@ def test_a_clear_gain_wins_though_it_is_not_simple() -> None:
 
 def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
     """And the faster of two with the same batch; the ranking behind the winner is by throughput."""
-    large, small, smaller = (Candidate("solo", solo(2, 0, batch)) for batch in (400, 200, 150))
-    twin = Candidate("solo", solo(2, 1, 200))
+    large, small, smaller = (Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200, 150))
+    twin = Candidate(find_family("solo"), solo(2, 1, 200))
     rates = {large: [1000.0] * 3, small: [985.0] * 3, twin: [990.0] * 3, smaller: [950.0] * 3}
     assert [one.candidate for one in ranked(rates, FREE)] == [twin, large, small, smaller]
     assert ranked(rates, Problem(2, (None, None), tolerance=0.0))[0].candidate == large
@@ -134,7 +136,7 @@ def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
 
 def test_a_batch_beyond_the_tolerance_by_what_a_measurement_tells_is_not_taken() -> None:
     """2.4 % slower in eight turns that agree is more than 2; in one turn nobody can tell."""
-    large, small = (Candidate("solo", solo(2, 0, batch)) for batch in (400, 200))
+    large, small = (Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200))
     assert ranked({large: [1000.0] * 8, small: [976.2] * 8}, FREE)[0].candidate == large
     assert ranked({large: [1000.0], small: [976.2]}, FREE)[0].candidate == small
     assert ranked({large: [1000.0], small: [974.0]}, FREE)[0].candidate == large
@@ -147,7 +149,7 @@ def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
     own = 2 * relative_error(one[0]) ** 2
     spread = 0.03**2 / 3
     assert found.value == pytest.approx(0.01)
-    assert found.deviation == pytest.approx(math.sqrt((4 * (own + DRIFT**2) + 2 * spread) / 6))
+    assert found.deviation == pytest.approx(math.sqrt((4 * (own + PROBE_DRIFT**2) + 2 * spread) / 6))
     half = 2.4469 * found.deviation / math.sqrt(3)
     assert found.interval().high == pytest.approx(0.01 + half)
     assert found.interval().low == pytest.approx(0.01 - half)
@@ -155,7 +157,7 @@ def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
 
 def test_a_pack_is_beaten_by_a_clear_gain_only_whatever_its_batch() -> None:
     """Its batch is that of one of its trainings, so that the tolerance for smaller batches says nothing of it."""
-    small = Candidate("solo", solo(2, 0, 10))
+    small = Candidate(find_family("solo"), solo(2, 0, 10))
     assert ranked({PACK: [1000.0] * 3, small: [985.0] * 3}, FREE)[0].candidate == PACK
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.search.model import step_time
-from evener.balancer.search.model.contention import slow_by_contention
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import Memory
@@ -139,32 +138,6 @@ def test_costs_of_one_number_of_devices_are_averaged_and_never_negative() -> Non
     """The surer sample counts for more; a step quicker than its slowest device is noise."""
     assert fit_sync_costs([(2, 0.2, 0.01), (2, 0.3, 0.1)], 2)[2] == pytest.approx(0.201, abs=1e-3)
     assert fit_sync_costs([(2, -0.1, 0.01)], 2) == (0.0, 0.0, 0.0)
-
-
-def test_a_split_that_slows_its_devices_slows_their_whole_curves() -> None:
-    """20 % at a batch that ran alone too; a little more than the error is needed."""
-    alone = [Point(b, 0.01 + 1e-4 * b, 0.002) for b in (8, 64, 400)]
-    slower = slow_by_contention(device(alone, (Point(400, 0.06, 0.002),)), fit_curve(alone))
-    assert [p.seconds for p in slower] == pytest.approx([1.2 * p.seconds for p in alone], rel=0.01)
-    noise = device(alone, (Point(400, 0.05 * 1.004, 0.002),))
-    assert slow_by_contention(noise, fit_curve(alone)) == noise.alone
-
-
-def test_a_split_beyond_the_solo_batches_tells_the_shape_and_no_contention() -> None:
-    """Where nothing near it ran alone, its time may as well be the curve's."""
-    alone = [Point(b, 0.01 + 1e-4 * b, 0.002) for b in (8, 64, 400)]
-    one = device(alone, (Point(800, 0.2, 0.002),))
-    assert slow_by_contention(one, fit_curve(alone)) == one.alone
-
-
-def test_a_knee_between_batches_is_no_sign_of_contention() -> None:
-    """Where a curve has a knee that few points place, a share between two of them tells the shape, not a slow-down."""
-    alone = [Point(8, 1.005, 0.005), Point(64, 1.002, 0.005), Point(2048, 9.816, 0.014), Point(2638, 13.132, 0.01)]
-    curve = fit_curve(alone)
-    assert curve is not None
-    assert curve.bent
-    one = device(alone, (Point(480, 3.02, 0.006),))
-    assert slow_by_contention(one, curve) == one.alone
 
 
 def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:

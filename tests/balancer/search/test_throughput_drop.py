@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search import predictions, solo_stage
+from evener.balancer.search import solo_stage
 from evener.balancer.search.model.step_time import Point
 from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
 from evener.balancer.search.search import Search
 from evener.balancer.types import Observation, Timed
-from tests.support.search_machines import Bench, benches, searched
+from tests.support.search_machines import Bench, searched
 
 WHOLE = (
     (1, 9.5),
@@ -104,23 +104,6 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
     assert best is not None
     assert search.spent_seconds() <= 1.05 * budget
     assert H200.rate(best.layout) >= (1 - 0.02 - 2 * NEAR) * H200.best()[0]
-
-
-@settings(max_examples=40, deadline=None)
-@given(benches(), st.booleans())
-def test_a_free_batch_grows_in_bounded_steps(bench: Bench, known: bool) -> None:
-    """No device is asked for far more than it ran: alone up to 40 times, beside others up to 32 times."""
-    _, seen = searched(bench, bench.problem(known))
-    ran = [0] * len(bench.devices)
-    for one in seen:
-        shares = one.probe.layout.pass_rows
-        alone = predictions.REACH_ALONE if one.probe.stage == "rest" else solo_stage.FARTHEST
-        most = predictions.FAR_REACH if one.probe.layout.kind == "split" else alone
-        assert all(share <= most * size for share, size in zip(shares, ran, strict=True) if size)
-        ran = [
-            max(size, share) if share <= most else size
-            for size, share, (*_, most) in zip(ran, shares, bench.devices, strict=True)
-        ]
 
 
 def test_a_fixed_batch_needs_no_point_on_the_way() -> None:

@@ -10,12 +10,16 @@ own work in the last one showed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
 from evener.balancer.search.budget import Budget
+from evener.balancer.search.decisions import explain_too_long
+from evener.balancer.search.device_model import DeviceModel
+from evener.balancer.search.layouts import split_evenly
 from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, solo
+from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 ROWS = 8  # of middling length: the first pass
@@ -27,6 +31,87 @@ MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow w
 MOST_SPLITS = 3
 PROBES_TO_EXPECT = 7  # of each device alone
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
+
+
+class TextDevices(DeviceModel):
+    """A device's time follows from the lengths of its rows."""
+
+    by_rows = False
+
+    def __init__(self, text: TextModel) -> None:
+        self._text, self._problem, self._seen = text, text.problem, text.seen
+
+    @property
+    def splits(self) -> Sequence[Timed]:
+        """Every split that was dealt by cost in exploration."""
+        return self._text.splits
+
+    def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
+        """The next passes of every device alone, else the next global batch on each, else the next split."""
+        return TextStage(self._text, budget, with_splits).next_probes()
+
+    def why_none(self) -> str:
+        """Why no device can train; empty if one holds the longest row."""
+        return "" if self._text.can_hold(self._text.live) else explain_too_long(self._problem)
+
+    def is_training(self, layout: Layout) -> bool:
+        """A device alone with a few rows is no training."""
+        return bool(layout.costs) or (layout.by_rows and layout.traits.together)
+
+    def predicted_rate(self, layout: Layout) -> float:
+        """Samples/s of rows dealt by cost, whether they are or not."""
+        return self._text.predicted_rate(layout) if self._text.able else 0.0
+
+    def sync_seconds(self) -> float | None:
+        """What the last split's step takes beyond the longest own work."""
+        return self._text.sync_seconds(self.splits[-1].probe.layout.active) if self.splits else None
+
+    # ------------------------------------------------------------------ candidates
+
+    def singles(self) -> list[Layout]:
+        """The global batch on the device that takes the least time for it alone."""
+        return [self.best_single] if self.best_single else []
+
+    @cached_property
+    def best_single(self) -> Layout | None:
+        """The global batch on the device that takes the least time for it alone."""
+        batch, alone = self._text.batch if self._text.able else 0, []
+        for i in self._text.able:
+            if self._text.can_hold((i,)):
+                layout = self._whole(i) or self._text.layout((i,), batch)
+                if self._seen.broken(layout) is None:
+                    alone.append((self._text.predicted_rate(layout), layout))
+        return max(alone, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+    def _whole(self, position: int) -> Layout | None:
+        """As exploration measured it."""
+        ran = [one.probe.layout for one in self._text.tried_alone(position) if isinstance(one, Timed)]
+        return next((layout for layout in reversed(ran) if layout.costs), None)
+
+    def best_splits(self) -> list[Layout]:
+        """The last split that exploration measured, and the fastest."""
+        ran = self._seen.still_fit({one.probe.layout: [one] for one in self._text.splits})
+        if not ran:
+            return []
+        fastest = max(ran, key=lambda layout: ran[layout][0].samples_per_second)
+        return list(dict.fromkeys([list(ran)[-1], fastest]))
+
+    def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
+        """As many rows for each device of the best split, as they come, in passes that hold the longest rows.
+
+        It is what a training without a plan does.
+        """
+        split = next(iter(splits), None)
+        even = (
+            split_evenly(self._problem.devices, split.active, split.global_batch, self._problem.multiple_of)
+            if split
+            else None
+        )
+        if even is None:
+            return []
+        longest, walls = self._problem.lengths[-1], self._text.walls
+        rows = [min(share, walls[i] // longest) if walls[i] else share for i, share in enumerate(even.shares)]
+        return [layout_of(even.shares, tuple(rows))] if all(rows[i] for i in even.active) else []
 
 
 class TextStage:

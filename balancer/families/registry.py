@@ -1,0 +1,43 @@
+"""All families, by the names that the command line, journals and JSON have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from evener.balancer.families.even import EvenFamily
+from evener.balancer.families.family import Family
+from evener.balancer.families.pack import PackFamily
+from evener.balancer.families.place import PlaceFamily
+from evener.balancer.families.solo import SoloFamily
+from evener.balancer.families.split import SplitFamily
+from evener.balancer.types import Layout
+from evener.errors import RequestError
+from evener.plan_layout import KINDS, Traits
+
+SOLO, EVEN, SPLIT, PACK, PLACE = SoloFamily(), EvenFamily(), SplitFamily(), PackFamily(), PlaceFamily()
+FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK, PLACE)}
+
+
+def add(family: Family, traits: Traits | None = None) -> None:
+    """One family more; with the traits of its layouts, if they are of a kind of their own."""
+    FAMILIES[family.name] = family
+    if traits is not None:
+        KINDS[family.kind] = traits
+
+
+def find_family(name: str) -> Family:
+    """A family by its name; RequestError if there is none."""
+    if name not in FAMILIES:
+        raise RequestError(f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
+
+
+def find_families(names: Iterable[str]) -> tuple[Family, ...]:
+    """The families of these names, in the order of the registry."""
+    wanted = {find_family(name).name for name in names}
+    return tuple(family for name, family in FAMILIES.items() if name in wanted)
+
+
+def family_of(layout: Layout) -> Family:
+    """A layout's family, by its kind."""
+    return FAMILIES[layout.kind]

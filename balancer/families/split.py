@@ -1,0 +1,30 @@
+"""Uneven shares, as the devices' speeds say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from evener.balancer.families.family import Family, View
+from evener.balancer.types import Layout
+from evener.plan_layout import BEST_SPLIT
+
+
+class SplitFamily(Family):
+    """One training whose devices have the shares that they finish at the same time."""
+
+    name = kind = "split"
+    fewest_devices = 2
+    simplicity = 2
+    start_cost = 1.5  # its processes have to meet
+    explored = True
+    titled = BEST_SPLIT
+    advice = "Split {ratios:ratios} over {devices:and} ({shares:shares} samples)"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """The preferred split, and others that may beat it; one of them may be one device."""
+        return view.splits
+
+    def sentences(self) -> dict[str, str]:
+        """What to do also where rows are dealt by cost: then it is the cost that is split."""
+        by_cost = "Split the cost of each batch {ratios:ratios} over {devices:and} ({samples} samples){knobs:with}"
+        return {**super().sentences(), "advice.cost": by_cost}

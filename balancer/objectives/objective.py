@@ -1,0 +1,40 @@
+"""What an objective says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from evener.balancer.types import Timed
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """Something to have most of; where nothing is overridden, samples/s.
+
+    An objective that `trades_speed` chooses the layout of the most `value`, among those that are at most a given part
+    slower than the fastest. Others choose by speed.
+    """
+
+    name: str  # on the command line, in journals and in JSON
+    summary: str  # for the help, behind the name
+    unit: str = "samples/s"
+    trades_speed: bool = False
+    uses_lengths: bool = True  # rows are dealt by what their lengths cost, where they have any
+    needs_lengths: bool = False  # without lengths of rows it can't be counted
+    needs_energy: bool = False  # without the devices' power it can't be counted
+
+    def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
+        """How much of it a layout has that trained so fast in these measurements; 0 where that isn't known."""
+        return samples_per_second
+
+    def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
+        """What each device costs in a second that it trains, and in one that others do; nothing where that is unknown.
+
+        The value of a split is predicted as its samples/s over the sum of these.
+        """
+        return []
+
+    def write(self, value: float) -> str:
+        """A value for a sentence, with its unit."""
+        return f"{value:.3g} {self.unit}"

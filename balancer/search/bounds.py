@@ -1,0 +1,112 @@
+"""The most rows that a device may compute at once: as asked for, by memory, by what ran, and by what more would gain.
+
+Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
+
+    asked       the request: largest share, fixed global batch, largest global batch
+    alone       by memory: the next guess, where the memory line ends or between what ran and what failed
+    walls       the same in splits, less the memory that exchange takes; equal for indistinguishable devices
+    safe        what ran, or a little more if memory is far from full
+    useful      beyond it a larger batch gains too little, or its step takes too long
+    reachable   so many times what ran: as far as a curve is trusted
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.memory import UNBOUNDED
+from evener.balancer.search.ranking import smallest_gain
+from evener.balancer.types import Layout, Problem
+from evener.waterfill import DeviceCurve
+
+SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
+
+
+class Bounds:
+    """The bounds of all devices; `groups` are those that can't be distinguished."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        devices: Sequence[DeviceEvidence],
+        groups: Sequence[Sequence[int]],
+        longest_step_seconds: float | None,
+        sync_seconds: Callable[[], float],
+    ) -> None:
+        self._problem, self._devices, self._groups = problem, devices, groups
+        self._longest_step, self._sync_seconds = longest_step_seconds, sync_seconds
+        self._quantum = problem.multiple_of
+
+    @cached_property
+    def asked(self) -> int:
+        """The most rows that the request lets one device have."""
+        problem = self._problem
+        return self._least(problem.largest_share, problem.global_batch, problem.max_global_batch)
+
+    @cached_property
+    def asked_in_passes(self) -> int:
+        """The same in several passes; of a fixed batch, which may take as many as it needs, all."""
+        problem = self._problem
+        return self._least(problem.global_batch or problem.largest_share, problem.max_global_batch)
+
+    def _least(self, *limits: int | None) -> int:
+        given = (limit for limit in limits if limit is not None)
+        return min(given, default=UNBOUNDED) // self._quantum * self._quantum
+
+    def alone(self, position: int) -> int:
+        """The largest batch that is worth trying on a device alone, by its memory."""
+        return self._devices[position].memory.largest_to_try(self.asked, self._quantum)
+
+    @cached_property
+    def walls(self) -> tuple[int, ...]:
+        """The largest share of each device that is worth trying in a split, by memory; 0 for a lost device."""
+        bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
+        own = [
+            0 if device.out_of_use(self._quantum) else device.memory.largest_in_split(self.asked, self._quantum, bold)
+            for device in self._devices
+        ]
+        for group in self._groups:
+            sizes = [own[i] for i in group if own[i]]
+            if sizes and min(sizes) >= (1 - SAME_LIMIT) * max(sizes):
+                for i in group:
+                    own[i] = min(own[i], *sizes)
+        return tuple(own)
+
+    @cached_property
+    def safe(self) -> tuple[int, ...]:
+        """The largest share of each device that surely fits at once."""
+        return tuple(device.memory.largest_safe(self.asked, self._quantum) for device in self._devices)
+
+    def hold(self, layout: Layout) -> bool:
+        """Whether every pass of a layout is predicted to fit."""
+        return all(rows <= wall for rows, wall in zip(layout.pass_rows, self.walls, strict=True))
+
+    def surely_hold(self, layout: Layout) -> bool:
+        """Whether every pass of a layout ran before, or is far below what the memory line allows."""
+        return all(layout.pass_rows[i] <= self.safe[i] for i in layout.active)
+
+    def useful(self, device: DeviceCurve) -> int:
+        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
+        curve, limit, quantum = device.curve, self._quick(device), self._quantum
+        gain = smallest_gain(self._problem.tolerance)
+        slope = (curve.seconds(limit) - curve.seconds(quantum)) / max(1, limit - quantum)
+        if slope <= 0 or not curve.simple:
+            return limit
+        overhead = curve.seconds(quantum) + self._sync_seconds()
+        enough = math.ceil(overhead / slope / gain / quantum) * quantum
+        return max(quantum, min(limit, enough))
+
+    def reachable(self, device: DeviceCurve, reach: int) -> int:
+        """The largest useful batch that is near enough to what ran for the curve to be trusted."""
+        ran = self._devices[device.position].memory.ran
+        return min(self.useful(device), reach * ran) if ran else self.useful(device)
+
+    def _quick(self, device: DeviceCurve) -> int:
+        """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
+        if self._longest_step is None:
+            return device.limit
+        quick = device.curve.largest(self._longest_step, device.limit, self._quantum)
+        return max(self._quantum, min(device.limit, max(self._devices[device.position].memory.ran, quick)))

@@ -1,0 +1,143 @@
+"""What one set of observations says: the machine, the predicted layouts, the candidates, and the best of them.
+
+Everything is computed once, when it is first asked for. What exploration alone decides is kept for as long as it sees
+nothing new.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from evener.balancer.families.registry import family_of
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.candidates import Candidates
+from evener.balancer.search.device_model import DeviceModel
+from evener.balancer.search.layouts import Candidate, LayoutOptions, same_measurement
+from evener.balancer.search.machine_model import MachineModel
+from evener.balancer.search.observations import Observations
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.race import Race
+from evener.balancer.search.ranking import Standing, choose_winner, throughput
+from evener.balancer.search.rows import RowDevices
+from evener.balancer.search.text_model import TextModel
+from evener.balancer.search.texts import TextDevices
+from evener.balancer.types import Layout, Problem, Result, Timed
+
+
+class Explored:
+    """What exploration showed of the machine."""
+
+    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
+        self._problem, self._options, self._seen = problem, options, seen
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        """The layouts that should be best, where all rows cost the same."""
+        return Predictions(MachineModel(self._problem, self._seen, self._longest_step))
+
+    @cached_property
+    def devices(self) -> DeviceModel:
+        """By the lengths of rows, or where these are all equal as far as is known, by their number."""
+        if not self._problem.lengths:
+            return RowDevices(self.predictions)
+        return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step))
+
+    @cached_property
+    def _longest_step(self) -> float | None:
+        budget = Budget(self._problem, self._options, self._seen)
+        return budget.longest_step(solo=False) if budget.limits_steps else None
+
+
+class SearchReading:
+    """One reading of the observations of a search."""
+
+    def __init__(
+        self, problem: Problem, options: LayoutOptions, seen: Observations, before: SearchReading | None = None
+    ) -> None:
+        self.problem, self.options, self.seen = problem, options, seen
+        self._version = seen.explored_version
+        same = before is not None and before.problem == problem and before._version == self._version
+        self._explored: Explored = before._explored if before and same else Explored(problem, options, seen)
+
+    @property
+    def predictions(self) -> Predictions:
+        """The layouts that should be best, where all rows cost the same."""
+        return self._explored.predictions
+
+    @property
+    def model(self) -> MachineModel:
+        """The curves and limits of the devices."""
+        return self._explored.predictions.model
+
+    @property
+    def devices(self) -> DeviceModel:
+        """What is predicted of the devices, and what they should run next."""
+        return self._explored.devices
+
+    @cached_property
+    def budget(self) -> Budget:
+        """What is left of the budget."""
+        return Budget(self.problem, self.options, self.seen)
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        """The layouts of the race."""
+        return Candidates(self.options, self.devices, self.model, self.budget)
+
+    @cached_property
+    def race(self) -> Race:
+        """The race between the candidates."""
+        return Race(self.problem, self.options, self.candidates, self.budget)
+
+    # ------------------------------------------------------------------ who is best
+
+    @cached_property
+    def chosen(self) -> Result | None:
+        """The best layout, by the turns that chose it.
+
+        A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
+        more, the best of those that ran.
+        """
+        raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
+        if not all(candidate.synchronous for candidate in raced.values()):
+            return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
+        fit = [layout for layout in self.still_run() if self.problem.global_batch in (None, layout.global_batch)]
+        layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
+        candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
+        if not candidates:
+            return None
+        turns = {layout: self.turns(layout) for layout in layouts}
+        return self.result_for(choose_winner(candidates, turns, self.problem).layout)
+
+    def _repeats(self, layout: Layout, raced: dict[Layout, Candidate]) -> bool:
+        """Whether a layout of exploration is one of the race, but for a share that no measurement could show."""
+        return layout not in raced and any(same_measurement(layout, one) for one in raced)
+
+    def still_run(self) -> dict[Layout, list[Timed]]:
+        """Every layout that ran as one training and may run again; all that ran, if none may."""
+        ran = self._ran()
+        return self.seen.still_fit(ran) or ran
+
+    def _ran(self) -> dict[Layout, list[Timed]]:
+        """Every layout that ran as one whole training."""
+        found = self.seen.timed(("solo", "rest", "split", "race"))
+        trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
+        return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
+
+    def raced(self, layout: Layout) -> dict[int, Timed]:
+        """Every turn that a layout took in the race, or with other knobs."""
+        return self.seen.turns(layout, "knobs" if layout.knobs else "race")
+
+    def turns(self, layout: Layout) -> dict[int, Timed]:
+        """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
+        return self.raced(layout) or dict(enumerate(self.seen.timed_in(layout, "solo")))
+
+    def result_for(self, layout: Layout) -> Result:
+        """A layout's throughput over its turns."""
+        turns = self.turns(layout)
+        return Result(layout, throughput(turns), len(turns))
+
+
+def result_of(one: Standing) -> Result:
+    """A layout's throughput in the race."""
+    return Result(one.candidate.layout, one.throughput, one.turns)

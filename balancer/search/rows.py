@@ -1,0 +1,234 @@
+"""The devices where every row costs the same: what to explore, and the layouts that are worth a race."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import combinations
+
+from evener.balancer.families.even import device_counts
+from evener.balancer.objectives.objective import Objective
+from evener.balancer.objectives.registry import find_objective
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.decisions import plan_curves
+from evener.balancer.search.device_model import DeviceModel
+from evener.balancer.search.layouts import split_evenly
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.search.ranking import worthwhile_gain
+from evener.balancer.search.solo_stage import SoloStage
+from evener.balancer.search.split_stage import SplitStage
+from evener.balancer.types import Layout, Probe, Timed, solo
+from evener.plan_layout import Knots
+from evener.waterfill import Allocation
+
+OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
+
+MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most efficient 2, 3, ...
+BEST = 2  # splits that are worth a measurement
+
+
+class RowDevices(DeviceModel):
+    """A device's time follows from its number of rows."""
+
+    by_rows = True
+
+    def __init__(self, predictions: Predictions) -> None:
+        self.predictions, self._model = predictions, predictions.model
+        self._problem, self._seen, self._quantum = self._model.problem, self._model.seen, self._model.quantum
+
+    @property
+    def splits(self) -> Sequence[Timed]:
+        """Every split that exploration ran."""
+        return self._model.splits
+
+    def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
+        """The next batch of every device alone, else the next split or device at rest."""
+        if probes := SoloStage(self.predictions, budget).next_probes():
+            return probes
+        probe = SplitStage(self.predictions, budget, with_splits).next_probe()
+        return (probe,) if probe else ()
+
+    def is_training(self, layout: Layout) -> bool:
+        """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
+        return layout.traits.together or self._problem.global_batch is not None or not layout.in_passes
+
+    def predicted_rate(self, layout: Layout) -> float:
+        """Samples/s by the curves; 0 if one of them is unknown."""
+        return self._model.predicted_rate(layout)
+
+    def sync_seconds(self) -> float | None:
+        """The cost for as many devices as the widest split that ran."""
+        return self._model.sync_seconds
+
+    def network_seconds(self, hosts: int) -> float:
+        """What exchange over so many hosts takes beyond that on one."""
+        return self._model.exchange.across[hosts]
+
+    def apart_seconds(self, layout: Layout) -> float | None:
+        """The longest that a device would take alone for its share; None if none of them ran alone."""
+        curves = [(self._model.alone[i], layout.shares[i]) for i in layout.active]
+        return max((curve.seconds(share) for curve, share in curves if curve), default=None)
+
+    def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+        """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
+        return plan_curves(self._model, layout) if layout.traits.together else super().curves(layout)
+
+    # ------------------------------------------------------------------ one device
+
+    def singles(self) -> list[Layout]:
+        """The best single device at the fixed batch, else at its best measured one."""
+        return [self.best_single] if self.best_single else []
+
+    @cached_property
+    def best_single(self) -> Layout | None:
+        """The layout of the best single device that did not fail in the race; None if none can train alone."""
+        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
+        whole = [layout for layout in ranked if self._seen.broken(layout) is None]
+        return next(iter(whole or ranked), None)
+
+    def _ranked_singles(self) -> list[Layout]:
+        """Every batch that exploration measured on one device and that still fits, the fastest first."""
+        ran = self._seen.timed(("solo", "rest"))
+        fit = self._seen.still_fit({layout: turns for layout, turns in ran.items() if not layout.in_passes})
+        return sorted(fit, key=lambda layout: -max(one.samples_per_second for one in fit[layout]))
+
+    def _fixed_singles(self) -> list[Layout]:
+        """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
+        batch, devices = self._problem.global_batch or 0, self._problem.devices
+        layouts = [self._model.lay_out_safely(solo(devices, i, batch).shares) for i in self._model.live]
+        safe = [layout for layout in layouts if layout is not None and self._model.bounds.hold(layout)]
+        return sorted(safe, key=lambda layout: -self.single_rate(layout, contended=False))
+
+    def single_rate(self, layout: Layout, contended: bool = True) -> float:
+        """Samples/s of a device alone, measured at rest, else in the solo stage if `contended` counts, else predicted.
+
+        A prediction is the same for indistinguishable devices.
+        """
+        timed = self._seen.timed_in(layout, "rest") or (self._seen.timed_in(layout, "solo") if contended else [])
+        return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
+
+    def efficient(self) -> list[Layout]:
+        """Where energy decides: every device alone, and splits over some of the devices that should take least."""
+        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
+        alone = {layout.active[0]: layout for layout in reversed(ranked)}
+        splits = _most_efficient(self.predictions, find_objective(self._problem.objective))
+        layouts = [*alone.values(), *map(self.predictions.layout, splits)]
+        return [layout for layout in layouts if self._model.bounds.hold(layout)]
+
+    # ------------------------------------------------------------------ several devices
+
+    def best_splits(self) -> list[Layout]:
+        """The preferred measured split, predicted ones that should beat it, and the fastest measured one."""
+        found = self._split_rates()
+        if not found:
+            fastest = self.predictions.fastest_split if self._model.splits else None
+            layout = self.predictions.layout(fastest) if fastest else None
+            return [layout] if layout and self._model.bounds.surely_hold(layout) else []
+        chosen = self._preferred(found)
+        layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
+        layouts += self._on_other_hosts(chosen, found)
+        if chosen.in_passes and (one_pass := self.predictions.one_pass_split):
+            layout = self.predictions.layout(one_pass)
+            layouts += [layout] if self._model.bounds.surely_hold(layout) else []
+        return layouts
+
+    def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
+        """Against a split on one host the fastest measured one across hosts, or the other way round."""
+        one_host = self._model.count_hosts(chosen) == 1
+        others = [layout for layout in found if (self._model.count_hosts(layout) == 1) != one_host]
+        return [max(others, key=lambda layout: found[layout])] if others else []
+
+    def _split_rates(self) -> dict[Layout, float]:
+        """Every split of exploration that still fits, with its samples/s."""
+        batch = self._problem.global_batch
+        return {
+            layout: max(one.samples_per_second for one in turns)
+            for layout, turns in self._seen.still_fit(self._seen.timed(("split",))).items()
+            if batch is None or layout.global_batch == batch
+        }
+
+    def _preferred(self, found: dict[Layout, float]) -> Layout:
+        """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
+        least = max(found.values()) * (1 - self._problem.tolerance)
+        if self._problem.global_batch is not None:
+            return max(found, key=lambda layout: found[layout])
+        enough = [layout for layout, rate in found.items() if rate >= least]
+        return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
+
+    def _promising(self, chosen: Layout) -> list[Layout]:
+        """Predicted splits that should be faster than the chosen one, or as good with another global batch.
+
+        Where exploration has measured the smallest good batch, another one like it isn't worth a race.
+        """
+        predictions, fastest = self.predictions, self.predictions.fastest_split
+        wanted = [
+            one
+            for one in (predictions.tolerable, predictions.insured)
+            if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
+        ]
+        gain = worthwhile_gain(self._problem.tolerance)
+        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
+            wanted.append(fastest)
+        return [layout for layout in map(predictions.layout, wanted) if self._model.bounds.surely_hold(layout)]
+
+    def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
+        """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""
+        live, devices = self._model.live, self._model.devices
+        order = sorted(live, key=lambda i: -max((p.batch / p.seconds for p in devices[i].alone), default=0))
+        counts = device_counts(len(live)) if scaling else (len(live),)
+        found = [self._even(tuple(sorted(order[:count])), splits, scaling) for count in counts if count > 1]
+        return [layout for layout in found if layout is not None]
+
+    def _even(self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool) -> Layout | None:
+        """An even split of the fixed batch, else of the preferred split's or the best single's for each device.
+
+        As far as it fits; with `whole` the fixed batch or nothing.
+        """
+        count, quantum, fixed = len(positions), self._quantum, self._problem.global_batch
+        batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
+        even = split_evenly(self._problem.devices, positions, batch, quantum)
+        layout = self._model.lay_out_safely(even.shares) if even and fixed else None
+        if layout and self._model.knows_passes(layout):
+            return layout
+        safe = min(self._model.bounds.safe[i] for i in positions)
+        if even is None or max(even.shares) <= safe:
+            return even
+        smaller = safe // quantum * quantum * count
+        return None if whole and fixed else split_evenly(self._problem.devices, positions, smaller, quantum)
+
+    def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
+        count = len(positions)
+        if splits:
+            return splits[0].global_batch * count // len(self._model.live)
+        best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
+        each = min((best[i] for i in positions if i in best), default=0) * count
+        return min(each, self._problem.max_global_batch or each)
+
+
+def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:
+    """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
+    problem = predictions.model.problem
+    costs = objective.costs(predictions.model.seen.all_timed(), problem.devices)
+    if not costs:
+        return []
+
+    def value(one: Allocation) -> float:
+        shares = dict(one.shares)
+        cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
+        return one.samples_per_second / cost if cost else 0.0
+
+    tops = [one.samples_per_second for one in (predictions.fastest_split, predictions.fastest_single) if one]
+    found = [one for group in _groups(predictions, costs) if (one := predictions.split_over(group))]
+    enough = [one for one in found if one.samples_per_second >= (1 - problem.max_slowdown) * max(tops, default=0.0)]
+    return sorted(enough, key=value, reverse=True)[:BEST]
+
+
+def _groups(predictions: Predictions, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
+    live = predictions.model.live
+    counts = range(2, len(live))
+    if len(live) <= MOST_TO_COMBINE:
+        yield from (group for count in counts for group in combinations(live, count))
+        return
+    rates = {i: one.samples_per_second for i in live if (one := predictions.single(i))}
+    order = sorted(live, key=lambda i: -rates.get(i, 0.0) / max(1.0, costs[i][0]))
+    yield from (tuple(order[:count]) for count in counts)

@@ -1,0 +1,187 @@
+"""Searches as users run them, on families of hard machines: with a budget, slow starts and events.
+
+A row of the table is a family. Regret is in per cent of the best, for a free batch beyond the tolerance; the truth is
+the machine as it was when the last probe began. *settled* are runs that say that nothing is left to measure.
+"""
+
+from __future__ import annotations
+
+import statistics
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from benchmarks.search_report import percent, quantile
+from tests.support import machine_families as old
+from tests.support import machine_families_hard as hard
+from tests.support import search_laws as laws
+from tests.support import search_trials as trials
+from tests.support.search_trials import Ask, Case, Trial
+
+FAR_OFF, WRONG, LATE, OFTEN = 0.15, 0.03, 0.1, 2
+OLD_SIZES, OLD_NOISES = (2, 4, 8), (0.01,)
+
+
+class HardJob(msgspec.Struct, frozen=True):
+    """One machine, and the options that hold for all that is asked of it."""
+
+    family: str
+    seed: int
+    asked: dict[str, float]
+    devices: int = 0  # of an old family
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What came of one run, without its observations."""
+
+    family: str
+    seed: int
+    mode: str
+    words: str
+    regret: float = 1.0
+    rate: float = 0.0
+    best: float = 0.0
+    shares: tuple[int, ...] = ()
+    out_of_memory: int = 0
+    probes: int = 0
+    seconds: float = 0.0
+    late: float = 0.0
+    held: bool = True
+    settled: bool = False
+    why: str = ""
+    last: str = ""
+    error: str = ""
+
+    @property
+    def settled_wrongly(self) -> bool:
+        """It says that nothing is left to measure, and is over 3 % off."""
+        return self.settled and self.regret > WRONG
+
+
+def jobs(families: Sequence[str], seeds: Iterable[int], asked: dict[str, float]) -> list[HardJob]:
+    """Every machine of these families."""
+    return [
+        HardJob(family, seed, asked, devices)
+        for family in families
+        for seed in seeds
+        for devices in (OLD_SIZES if family in old.FAMILIES else (0,))
+    ]
+
+
+def run(job: HardJob) -> list[Row]:
+    """Everything that is asked of the job's machine."""
+    return [_row(case) for case in (_old_cases(job) if job.devices else hard.cases(job.family, job.seed, **job.asked))]
+
+
+def _old_cases(job: HardJob) -> Iterator[Case]:
+    for noise in OLD_NOISES:
+        machine = old.machine(job.family, job.devices, noise, job.seed)
+        fixed, beyond = old.fixed_batch(machine, job.seed), old.batch_beyond(machine, job.seed)
+        for mode, batch in (("free", None), ("fixed", fixed), ("beyond", beyond)):
+            ask = Ask(**{"batch": batch, **job.asked})  # type: ignore[arg-type]
+            if hard.is_measurable(machine, ask):
+                yield Case(job.family, job.seed, f"{mode}, {job.devices} devices", machine, ask)
+
+
+def _row(case: Case) -> Row:
+    said = case.ask.words()
+    try:
+        found = trials.run(case.machine, case.ask, case.seed)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} at {where.name}: {error}"
+        return Row(case.family, case.seed, case.mode, said, error=what)
+    return _judged(case, found, said)
+
+
+def _judged(case: Case, found: Trial, said: str) -> Row:
+    last = found.seen[-1].probe if found.seen else None
+    return Row(
+        case.family,
+        case.seed,
+        case.mode,
+        said,
+        regret=found.regret,
+        rate=found.rate,
+        best=found.best,
+        shares=found.layout.shares if found.layout else (),
+        out_of_memory=found.out_of_memory,
+        probes=found.probes,
+        seconds=found.seconds,
+        late=found.late,
+        held=found.held,
+        settled=found.settled,
+        why=found.why,
+        last=f"{last.stage} {list(last.layout.shares)}" if last else "",
+    )
+
+
+def broken_laws(job: HardJob) -> list[tuple[str, str]]:
+    """Each law that a question about the job's machine was put to, and how it was broken; empty if it held."""
+    found = []
+    for case in hard.cases(job.family, job.seed, **job.asked):
+        for name, law in laws.LAWS.items():
+            loss = law(case)
+            said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}: {percent(loss, 1)} %"
+            found.append((name, said if loss > laws.NOISE else ""))
+    return found
+
+
+def law_table(found: Sequence[tuple[str, str]]) -> str:
+    """How often each law was broken, then where."""
+    lines = ["| law | pairs | broken |", "| --- | ---: | ---: |"]
+    for name in laws.LAWS:
+        own = [said for law, said in found if law == name]
+        lines.append(f"| {name} | {len(own)} | {sum(map(bool, own))} |")
+    return "\n".join([*lines, "", *(f"- {name}: {said}" for name, said in found if said)])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each family, and one for all."""
+    head = (
+        "| family | runs | errors | median | 95th | worst | > 3 % | interval holds | probes | seconds | late | "
+        "out of memory > 2 | no plan | settled > 3 % |\n| --- |" + " ---: |" * 13
+    )
+    names = dict.fromkeys(row.family for row in rows)
+    some = [(name, [row for row in rows if row.family == name]) for name in names]
+    return "\n".join([head, *(_line(name, own) for name, own in [*some, ("**all**", list(rows))])])
+
+
+def _line(name: str, rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if not row.error]
+    regrets = [row.regret for row in ran] or [1.0]
+    cells = (
+        name,
+        len(rows),
+        len(rows) - len(ran),
+        percent(statistics.median(regrets)),
+        percent(quantile(regrets, 0.95)),
+        percent(max(regrets)),
+        sum(regret > WRONG for regret in regrets),
+        f"{sum(row.held for row in ran)} of {len(ran)}",
+        f"{statistics.median([row.probes for row in ran] or [0]):.0f}",
+        f"{statistics.median([row.seconds for row in ran] or [0]):.0f}",
+        sum(row.late > LATE for row in ran),
+        sum(row.out_of_memory > OFTEN for row in ran),
+        sum(not row.shares for row in ran),
+        sum(row.settled_wrongly for row in ran),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def worst(rows: Sequence[Row], over: float = FAR_OFF) -> str:
+    """Each run that failed, was late or is further off than that, with its machine."""
+    bad = [row for row in rows if row.error or row.regret > over or row.late > LATE or row.out_of_memory > OFTEN]
+    return "\n".join(_words(row) for row in sorted(bad, key=lambda row: (row.family, -row.regret)))
+
+
+def _words(row: Row) -> str:
+    case = f"- {row.family}, seed {row.seed}, {row.mode} {row.words}".rstrip()
+    if row.error:
+        return f"{case}: {row.error}"
+    short = f", {row.out_of_memory} times out of memory" if row.out_of_memory > OFTEN else ""
+    return (
+        f"{case}: {percent(row.regret, 1)} % ({row.rate:,.1f} of {row.best:,.1f} samples/s), {list(row.shares)} after "
+        f"{row.seconds:.0f} s and {row.probes} probes{short}; last {row.last}; {row.why}"
+    )

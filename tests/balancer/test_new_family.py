@@ -1,0 +1,51 @@
+"""A family that evener hasn't: one device trains and another is kept spare. Nothing but this file knows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from evener.balancer.families import registry
+from evener.balancer.families.family import Family, View
+from evener.balancer.store import journal, replay
+from evener.balancer.store.runs import find, journal_path
+from evener.balancer.types import Layout
+from evener.plan import load_plan
+from evener.plan_layout import KINDS, Traits
+from evener.tui.cli.main import run
+
+
+class SpareFamily(Family):
+    """One training on one device, and another device that waits for the first to break."""
+
+    name = kind = "spare"
+    fewest_devices = 2
+    simplicity = 5
+    titled = "one device and a spare"
+    advice = "Use {devices:and} with a spare, {samples} samples a step"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        return [Layout(self.kind, single.shares) for single in view.singles[:1]]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    registry.add(SpareFamily(), Traits(alone=True, devices=(1, 1)))
+    yield
+    del registry.FAMILIES["spare"], KINDS["spare"]
+
+
+def test_a_family_more_is_compared_planned_and_replayed(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "-d", "sim:gtx1080ti,gtx1080", "--layouts", "spare", "--export", "plan.toml", "--json"]
+    assert run(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in said["layouts"]] == ["one device and a spare"]
+    assert said["verdict"].startswith("Use SIM:0 with a spare")
+    plan = load_plan("plan.toml")
+    assert (plan.layout.kind, plan.layout.batches[1]) == ("spare", 0)
+    assert replay.recover(journal.read(journal_path(find("last")))).plan.layout == plan.layout
+    assert run(["compare", "-d", "sim:gtx1080ti", "--layouts", "solo,spare"]) == 0
+    assert "spare needs two devices" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""Pairs of searches of which the second can't be worse, but by noise: the question is asked in another way.
+
+Each law gives what the second lost: a fraction of the best, beyond what the first lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from evener.balancer.search.search import Search
+from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from tests.support import search_trials as trials
+from tests.support.search_trials import Ask, Case, StartingProber
+
+MORE_BUDGET, MORE_TOLERANCE, USELESS = 2.0, 0.05, 60.0
+LONGEST_STEP = 0.1  # of the budget: a device whose smallest step takes longer isn't added
+NOISE = 0.03  # what chance may make of it
+
+
+def permuted(case: Case) -> float:
+    """The devices in the opposite order."""
+    machine, last = case.machine, len(case.machine.devices) - 1
+    events = tuple(msgspec.structs.replace(one, device=last - one.device) for one in machine.events)
+    return _loss(case, msgspec.structs.replace(machine, devices=machine.devices[::-1], events=events), case.ask)
+
+
+def twice_as_fast(case: Case) -> float:
+    """Every time is half as long."""
+    sync = Sync(*(0.5 * each for each in msgspec.structs.astuple(case.machine.sync)))
+    devices = tuple(_at_speed(device, 2.0) for device in case.machine.devices)
+    return _loss(case, msgspec.structs.replace(case.machine, devices=devices, sync=sync), case.ask)
+
+
+def with_a_useless_device(case: Case) -> float:
+    """One more device like the first, 60 times slower, if a step of one sample doesn't take a tenth of the budget."""
+    if USELESS * case.machine.devices[0].seconds(1) > LONGEST_STEP * (case.ask.budget or 120):
+        return 0.0
+    slow = msgspec.structs.replace(_at_speed(case.machine.devices[0], 1 / USELESS), name="useless")
+    machine = msgspec.structs.replace(case.machine, devices=(*case.machine.devices, slow))
+    batch = case.ask.batch and max(case.ask.batch, len(machine.devices) * case.ask.quantum)
+    return _loss(case, machine, msgspec.structs.replace(case.ask, batch=batch))
+
+
+def with_more_time(case: Case) -> float:
+    """Twice the budget."""
+    return _loss(case, case.machine, msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET))
+
+
+def with_more_tolerance(case: Case) -> float:
+    """Of a free batch: 5 % instead of 2 %. The batch isn't larger; what it is larger counts as a loss."""
+    asks = [msgspec.structs.replace(case.ask, tolerance=each) for each in (case.ask.tolerance, MORE_TOLERANCE)]
+    first, second = (trials.run(case.machine, ask, case.seed) for ask in asks)
+    larger = (second.layout.global_batch / first.layout.global_batch - 1) if first.layout and second.layout else 0.0
+    return max(0.0, second.regret - first.regret, larger if case.ask.batch is None else 0.0)
+
+
+def resumed(case: Case) -> float:
+    """The same run, stopped halfway through its observations and taken up with twice the budget."""
+    first = trials.run(case.machine, case.ask, case.seed)
+    prober = StartingProber(case.machine, case.seed, case.ask.start)
+    ask = msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET)
+    search = Search(trials.problem(case.machine, ask, case.seed))
+    for one in first.seen[: len(first.seen) // 2]:
+        search.tell(one)
+    prober.seconds = search.spent_seconds()
+    while probes := search.ask():
+        for one in prober.measure(probes):
+            search.tell(one)
+    found = search.best()
+    rate = trials.true_rate(case.machine, found.layout, prober.last_began) if found else 0.0
+    best = trials.best_at(case.machine, ask, prober.last_began)
+    return max(0.0, 1 - rate / best - first.regret) if best else 0.0
+
+
+LAWS: dict[str, Callable[[Case], float]] = {
+    "permuted": permuted,
+    "twice as fast": twice_as_fast,
+    "a useless device more": with_a_useless_device,
+    "more time": with_more_time,
+    "more tolerance": with_more_tolerance,
+    "resumed": resumed,
+}
+
+
+def _loss(case: Case, machine: Machine, ask: Ask) -> float:
+    first, second = trials.run(case.machine, case.ask, case.seed), trials.run(machine, ask, case.seed)
+    return max(0.0, second.regret - first.regret)
+
+
+def _at_speed(device: SimulatedDevice, speed: float) -> SimulatedDevice:
+    overhead = device.pass_overhead_ms
+    return msgspec.structs.replace(
+        device,
+        curve=tuple((batch, time / speed) for batch, time in device.curve),
+        stall_ms=device.stall_ms / speed,
+        pass_overhead_ms=None if overhead is None else overhead / speed,
+    )

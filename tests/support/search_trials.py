@@ -1,0 +1,196 @@
+"""One search as a user runs it: with a budget, children that take time to start, and a machine that may change.
+
+It is judged by the truth: the machine as it was when the last probe began.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from evener.balancer.intake.problem import make_problem
+from evener.balancer.intake.request import Job, Request
+from evener.balancer.probes.prober import Facts
+from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.result.outcome import RunEnd, build_outcome
+from evener.balancer.search.decisions import Stop
+from evener.balancer.search.search import Search
+from evener.balancer.store.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.devices.simulated.machine import Machine
+from evener.devices.simulated.machine_file import load_machine
+from tests.support import search_oracle as oracle
+
+MOST_PROBES = 600
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user asks for, and how long each group of children takes to start."""
+
+    batch: int | None = None
+    budget: float | None = 120.0
+    start: float = 0.0
+    tolerance: float = 0.02
+    quantum: int = 1
+    most: int | None = None
+    micro: bool = True
+
+    def request(self, seed: int) -> Request:
+        """The same as a request."""
+        return Request(
+            devices="sim:made",
+            global_batch=self.batch,
+            max_global_batch=self.most,
+            multiple_of=self.quantum,
+            budget_seconds=self.budget,
+            tolerance=self.tolerance,
+            micro="auto" if self.micro else "off",
+            seed=seed,
+        )
+
+    def words(self) -> str:
+        """The options that differ from the command's own."""
+        own = (("--global-batch", self.batch), ("--max-global-batch", self.most), ("--multiple-of", self.quantum))
+        said = [f"{name} {value}" for name, value in own if value not in (None, 1)]
+        said += [f"--budget {self.budget:g}s"] if self.budget not in (None, 120.0) else []
+        said += [f"--tolerance {100 * self.tolerance:g}%"] if self.tolerance != 0.02 else []
+        said += [] if self.micro else ["--micro off"]
+        return " ".join([*said, *([f"starts {self.start:g} s"] if self.start else [])])
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One machine of a family, and one thing that is asked of it."""
+
+    family: str
+    seed: int
+    mode: str
+    machine: Machine
+    ask: Ask
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What came of a search. `regret` is a fraction, beyond the tolerance where the batch is free."""
+
+    regret: float
+    out_of_memory: int  # most on one device
+    probes: int
+    seconds: float
+    late: float  # seconds beyond the budget, as a fraction of it
+    held: bool  # the interval holds the true throughput
+    settled: bool  # it says that nothing left to measure would change the plan
+    rate: float
+    best: float
+    layout: Layout | None
+    verdict: str
+    why: str
+    seen: tuple[Observation, ...]
+
+
+class StartingProber:
+    """The command's own prober, with children that take time to start: once for each group, again after a failure."""
+
+    def __init__(self, machine: Machine, seed: int, start_seconds: float) -> None:
+        self._machine, self._seed, self._start = machine, seed, start_seconds
+        self._standing: set[tuple[object, ...]] = set()
+        self.seconds, self.last_began = 0.0, 0.0
+        self.seen: list[Observation] = []
+
+    def measure(self, probes: tuple[Probe, ...]) -> list[Observation]:
+        """All probes at once, in the order in which they end."""
+        self.last_began = self.seconds
+        ends: list[tuple[float, Observation]] = []
+        for probe in probes:
+            crew = (probe.layout.kind, probe.layout.active, probe.layout.processes)
+            start = 0.0 if crew in self._standing else self._start
+            prober = SimulatedProber(self._machine, self._seed, start_seconds=self.last_began + start)
+            others = tuple(one for one in probes if one != probe)
+            (one,) = prober.measure((probe,), lambda _: None, threading.Event(), others)
+            ends.append((prober.now(), _later(one, start)))
+            (self._standing.add if isinstance(one, Timed) else self._standing.discard)(crew)
+        self.seconds = max((end for end, _ in ends), default=self.seconds)
+        found = [one for _, one in sorted(ends, key=lambda pair: pair[0])]
+        self.seen += found
+        return found
+
+
+def _later(seen: Observation, start: float) -> Observation:
+    elapsed = seen.elapsed_seconds + start
+    if isinstance(seen, Timed):
+        return msgspec.structs.replace(seen, elapsed_seconds=elapsed, start_seconds=start)
+    return msgspec.structs.replace(seen, elapsed_seconds=elapsed)
+
+
+def problem(machine: Machine, ask: Ask, seed: int = 0) -> Problem:
+    """What the session would ask its search to solve."""
+    return make_problem(_job(machine, ask, seed))
+
+
+def _job(machine: Machine, ask: Ask, seed: int) -> Job:
+    return Job(ask.request(seed), machine.described(), "synthetic", "none", machine=machine)
+
+
+def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
+    """A whole run as far as its verdict; what it raises is a defect."""
+    prober = StartingProber(machine, seed, ask.start)
+    search = Search(problem(machine, ask, seed))
+    while probes := search.ask():
+        for one in prober.measure(probes):
+            search.tell(one)
+        if len(prober.seen) > MOST_PROBES:
+            raise AssertionError("the search does not end")
+    job = _job(machine, ask, seed)
+    header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
+    seen = (ObservationEntry(one, 0.0) for one in prober.seen)
+    record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
+    outcome = build_outcome(record, search, RunEnd(search.why_stopped() or "", prober.seconds))
+    return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
+
+
+def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str) -> Trial:
+    at, found = prober.last_began, search.best()
+    best = best_at(machine, ask, at)
+    rate = true_rate(machine, found.layout, at) if found else 0.0
+    short = Counter(i for one in prober.seen if isinstance(one, OutOfMemory) for i in one.devices)
+    return Trial(
+        regret=max(0.0, 1 - rate / best) if best else 0.0,
+        out_of_memory=max(short.values(), default=0),
+        probes=len(prober.seen),
+        seconds=prober.seconds,
+        late=prober.seconds / ask.budget - 1 if ask.budget else -1.0,
+        held=found is not None and found.throughput.low <= rate <= found.throughput.high,
+        settled=search.why_stopped() == Stop.SETTLED.value,
+        rate=rate,
+        best=best,
+        layout=found.layout if found else None,
+        verdict=verdict,
+        why=search.why_stopped() or "",
+        seen=tuple(prober.seen),
+    )
+
+
+def true_rate(machine: Machine, layout: Layout, at: float) -> float:
+    """Samples/s of a layout at that moment."""
+    return oracle.true_rate(machine, layout.shares, layout.micro, at)
+
+
+def best_at(machine: Machine, ask: Ask, at: float) -> float:
+    """The samples/s that a plan must reach; of a free batch, less the tolerance."""
+    if ask.batch is not None:
+        return oracle.fixed(machine, ask.batch, ask.micro, ask.quantum, at).samples_per_second
+    return oracle.free(machine, ask.tolerance, ask.quantum, ask.most, at).samples_per_second * (1 - ask.tolerance)
+
+
+def load(path: Path) -> tuple[Machine, tuple[Ask, ...]]:
+    """A machine file, and what is asked of it: each comment at its top that is a command, `starts 5 s` behind it."""
+    lines = path.read_text().partition("\n[")[0].splitlines()
+    return load_machine(path), tuple(_read_ask(line) for line in lines if line.startswith("# evener balance"))
+
+
+def _read_ask(command: str) -> Ask:
+    found = {key: re.search(rf"{key} (\d+)", command) for key in ("--global-batch", "--budget", "starts")}
+    number = {key: int(one[1]) for key, one in found.items() if one}
+    return Ask(batch=number.get("--global-batch"), budget=number.get("--budget", 120), start=number.get("starts", 0))
