@@ -6,7 +6,7 @@ import msgspec
 
 from evener.balancer.result.words import Said
 from evener.balancer.types import Belief, Observation, Probe, Result
-from evener.plan import Plan
+from evener.plan.file import Plan
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

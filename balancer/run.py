@@ -16,7 +16,7 @@ from evener.balancer.store.journal import EndedEntry, Header, Journal, LaterEntr
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
-from evener.state_folders import new_run_id
+from evener.system.state_folders import new_run_id
 
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 import msgspec
 
-from evener.costs import Cost, Work
-from evener.passes import count_passes, split_passes
-from evener.plan_layout import KINDS, Kind, Traits, check_kind
+from evener.plan.layout import KINDS, Kind, Traits, check_kind
+from evener.shares.costs import Cost, Work
+from evener.shares.passes import count_passes, split_passes
 
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle
 Cause = Literal[

@@ -21,7 +21,7 @@ from evener.balancer.intake.request import Request
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
-from evener.plan import Plan, load_plan
+from evener.plan.file import Plan, load_plan
 
 
 class Grid:

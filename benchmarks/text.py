@@ -24,7 +24,7 @@ from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
-from evener.shares import apportion
+from evener.shares.whole_rows import apportion
 
 DEALT, BY_SPEED, AT_ONCE = "by cost", "rows by speed", "both alone, at once"
 USUAL_ROWS, USUAL_LENGTH = 8, 40  # of the pass by which speeds are compared

@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from evener.live_files import Training
+from evener.live.files import Training
 
 DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of devices/registry.py
 

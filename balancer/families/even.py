@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.families.family import Family, Offer, View
 from evener.balancer.types import Layout
-from evener.plan_layout import EVEN_SPLIT
+from evener.plan.layout import EVEN_SPLIT
 
 
 def device_counts(devices: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from evener.balancer.types import Layout
-from evener.plan_layout import KINDS, Traits
+from evener.plan.layout import KINDS, Traits
 
 PackMode = Literal["", "logical", "mps"]
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}

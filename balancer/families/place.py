@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.families.family import Family, Offer, Placement, View
 from evener.balancer.types import Layout
-from evener.shares import even
+from evener.shares.whole_rows import even
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:

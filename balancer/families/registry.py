@@ -12,7 +12,7 @@ from evener.balancer.families.solo import SoloFamily
 from evener.balancer.families.split import SplitFamily
 from evener.balancer.types import Layout
 from evener.errors import RequestError
-from evener.plan_layout import KINDS, Traits
+from evener.plan.layout import KINDS, Traits
 
 SOLO, EVEN, SPLIT, PACK, PLACE = SoloFamily(), EvenFamily(), SplitFamily(), PackFamily(), PlaceFamily()
 FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK, PLACE)}

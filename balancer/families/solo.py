@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.families.family import Family, Offer, View
 from evener.balancer.types import Layout
-from evener.plan_layout import BEST_SINGLE
+from evener.plan.layout import BEST_SINGLE
 
 
 class SoloFamily(Family):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.families.family import Family, View
 from evener.balancer.types import Layout
-from evener.plan_layout import BEST_SPLIT
+from evener.plan.layout import BEST_SPLIT
 
 
 class SplitFamily(Family):

@@ -16,7 +16,7 @@ from evener.balancer.types import Layout
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
-from evener.plan_layout import KINDS, Traits
+from evener.plan.layout import KINDS, Traits
 from evener.workloads.protocol import Input, Place, Precision
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed

@@ -17,8 +17,8 @@ from evener.balancer.result.words import Finding
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.search import Search
 from evener.balancer.types import Interval, Layout, Result, Timed
-from evener.costs import Cost
 from evener.devices.types import Device
+from evener.shares.costs import Cost
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass

@@ -11,7 +11,7 @@ Theory. A synchronous step of the devices A takes
 
 with t_i the device's own time for its share b_i, and c_k the time of gradient exchange that isn't hidden behind
 computation. A share fits while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow
-(`evener.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
+(`evener.shares.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
 
 1. `solo_stage`: every device alone, all at the same time, three or four batches. This gives each t_i and memory line.
    Devices whose times differ by no more than noise share one curve, hence equal shares.
@@ -34,7 +34,7 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by curves,
+(`evener.training.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by curves,
 `texts` by these costs.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
@@ -44,7 +44,8 @@ packs, placements or other knobs ran is the choice among the layouts of the race
 
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
-(what to measure next, and who won), `predictions` and `evener.waterfill` (which layouts are worth it), `observations`
+(what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
+`observations`
 (the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points), `budget`,
 `decisions` (the same in words).
 

@@ -20,7 +20,7 @@ from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import UNBOUNDED
 from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.types import Layout, Problem
-from evener.waterfill import DeviceCurve
+from evener.shares.waterfill import DeviceCurve
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 

@@ -8,8 +8,8 @@ import msgspec
 
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.types import CurveSketch, Layout, Probe, Problem
-from evener.curves import Curve
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
+from evener.shares.curves import Curve
 
 SKETCHED = 24  # points of a curve for drawing
 DIGITS = 6  # significant ones, of a curve in a plan

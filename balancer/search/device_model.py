@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.types import Layout, Probe, Timed
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
 
 
 class DeviceModel(ABC):

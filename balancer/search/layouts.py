@@ -9,7 +9,7 @@ import msgspec
 from evener.balancer.families import registry
 from evener.balancer.families.family import Family, PackMode, Placement
 from evener.balancer.types import Layout, layout_of
-from evener.shares import even
+from evener.shares.whole_rows import even
 
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory in the race

@@ -16,8 +16,8 @@ from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
-from evener.curves import Curve, PassCurve, step_in_passes
-from evener.waterfill import DeviceCurve
+from evener.shares.curves import Curve, PassCurve, step_in_passes
+from evener.shares.waterfill import DeviceCurve
 
 
 class MachineModel:

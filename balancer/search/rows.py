@@ -18,8 +18,8 @@ from evener.balancer.search.ranking import worthwhile_gain
 from evener.balancer.search.solo_stage import SoloStage
 from evener.balancer.search.split_stage import SplitStage
 from evener.balancer.types import Layout, Probe, Timed, solo
-from evener.plan_layout import Knots
-from evener.waterfill import Allocation
+from evener.plan.layout import Knots
+from evener.shares.waterfill import Allocation
 
 OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 

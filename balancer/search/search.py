@@ -28,7 +28,7 @@ from evener.balancer.search.reading import SearchReading, result_of
 from evener.balancer.search.solo_stage import SMALL
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.devices.registry import all_backends
-from evener.plan_layout import GPU_IDS
+from evener.plan.layout import GPU_IDS
 from tests.arch.test_names import PACKAGES, files, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)

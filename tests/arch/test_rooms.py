@@ -10,11 +10,11 @@ import pytest
 
 from evener.balancer.families.registry import FAMILIES
 from evener.balancer.objectives.registry import OBJECTIVES
-from evener.plan_layout import KINDS
+from evener.plan.layout import KINDS
 from tests.arch.test_names import PACKAGES, REPO, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
-FAMILY_ROOM = "balancer/families/", "evener/plan_layout.py"  # the second reads them from plans and journals
+FAMILY_ROOM = "balancer/families/", "evener/plan/layout.py"  # the second reads them from plans and journals
 OBJECTIVE_ROOM = ("balancer/objectives/",)
 OTHER_WORDS = {"stage", "engine"}  # a stage of a search and an engine of Keras may have the same names
 

@@ -23,7 +23,7 @@ from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
 from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_library import describe
 from evener.devices.vitals import Vitals
-from evener.plan import load_plan, to_toml
+from evener.plan.file import load_plan, to_toml
 from evener.tui.cli.main import run
 from evener.tui.report.contents import read_report
 from tests.support.efficiency_oracle import is_efficient

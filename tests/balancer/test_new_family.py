@@ -13,8 +13,8 @@ from evener.balancer.families.family import Family, View
 from evener.balancer.store import journal, replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
-from evener.plan import load_plan
-from evener.plan_layout import KINDS, Traits
+from evener.plan.file import load_plan
+from evener.plan.layout import KINDS, Traits
 from evener.tui.cli.main import run
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.result.number_format import rate, relative_error
-from evener.plan import BEST_SINGLE, EVEN_SPLIT, SOLO_PREFIX, Evidence, Plan, PlanLayout
+from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, SOLO_PREFIX, Evidence, Plan, PlanLayout
 from evener.tui.text.plan_summary import summary_lines
 
 FIGURE = r"[0-9][0-9. ]*"

@@ -15,8 +15,8 @@ from evener.balancer.intake.job import take_in
 from evener.balancer.intake.request import Request
 from evener.balancer.probes.make import make_prober
 from evener.balancer.types import Layout, Probe, Timed, layout_of
-from evener.costs import Cost, Work
 from evener.errors import RequestError
+from evener.shares.costs import Cost, Work
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data

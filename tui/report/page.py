@@ -8,6 +8,7 @@ from pathlib import Path
 
 from evener.balancer.result.number_format import percent, rate, write_share
 from evener.errors import RequestError
+from evener.system.whole_files import write_atomically
 from evener.tui.report.contents import RankedLayout, RunReport, read_report
 from evener.tui.report.figures import (
     PICTURES,
@@ -20,7 +21,6 @@ from evener.tui.report.figures import (
     save_sheet,
 )
 from evener.tui.text.formatting import duration, energy_cells, unbroken
-from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")
 STYLE = """

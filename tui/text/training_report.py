@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from evener.balancer.result.number_format import rate
 from evener.balancer.store.trainings import TrainingRecord
-from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
+from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
 from evener.tui.text.formatting import count_words, duration, plain
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan_layout import (
+from evener.plan.layout import (
     BEST_SINGLE,
     BEST_SPLIT,
     EVEN_SPLIT,
@@ -27,8 +27,8 @@ from evener.plan_layout import (
     complete_layout,
     make_layout,
 )
-from evener.shares import apportion
-from evener.whole_files import read_whole, write_atomically
+from evener.shares.whole_rows import apportion
+from evener.system.whole_files import read_whole, write_atomically
 
 __all__ = [
     "BEST_SINGLE",

@@ -1,0 +1,1 @@
+"""The operating system's limits and files for this process: cores, memory, folders."""

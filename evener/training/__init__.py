@@ -1,0 +1,1 @@
+"""Training processes of any framework: who they are, which rows are theirs, when shares change."""
