@@ -24,7 +24,7 @@ from evener.balancer.store.replay import make_problem
 from evener.balancer.types import Failed, Probe, Problem, Timed
 from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice
 from evener.errors import NoLayoutError
-from evener.state_folders import new_error_file
+from evener.system.state_folders import new_error_file
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from evener.balancer.types import Belief, Observation, Probe, Result
-from evener.plan import Plan
+from evener.plan.file import Plan
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ from evener.balancer.types import (
 )
 from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
-from evener.state_folders import new_error_file
+from evener.system.state_folders import new_error_file
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
 ALONE_SECONDS = 3.0  # of each device by itself

@@ -15,7 +15,7 @@ from evener.balancer.store.journal import EndedEntry, Header, Journal, Record
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
-from evener.state_folders import new_run_id
+from evener.system.state_folders import new_run_id
 
 
 class Opened(msgspec.Struct, frozen=True):

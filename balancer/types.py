@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from evener.costs import Cost, Work
-from evener.passes import count_passes, split_passes
+from evener.shares.costs import Cost, Work
+from evener.shares.passes import count_passes, split_passes
 
 Kind = Literal["solo", "split", "pack", "place"]
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle

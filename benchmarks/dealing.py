@@ -14,9 +14,9 @@ import random
 import time
 from statistics import median, quantiles
 
-from evener.costs import Cost, RankCost
-from evener.dealing import Deal, Dealer
-from evener.shares import apportion, bounds
+from evener.shares.costs import Cost, RankCost
+from evener.shares.whole_rows import apportion, bounds
+from evener.training.dealing import Deal, Dealer
 from tests.support.dealing_oracle import least_seconds
 
 RANKS = (2, 3, 4, 8)

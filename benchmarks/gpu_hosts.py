@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 
 from benchmarks.gpu_bench import GpuBench
-from evener.plan import load_plan, make_layout
+from evener.plan.file import load_plan, make_layout
 from tests.support.ray_cluster import FIRST, NODE, SECOND
 
 SCRIPTS = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.search.timed_points import relative_error
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan import BEST_SINGLE, EVEN_SPLIT, Plan
+from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan
 
 RECORDED = Path(__file__).resolve().parent.parent / "tests" / "recorded"
 HEADS = ("run", "devices", "global batch", "chosen shares", "samples/s", "even split", "best alone", "of the solos",

@@ -20,7 +20,7 @@ from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
-from evener.plan import Plan, load_plan
+from evener.plan.file import Plan, load_plan
 
 
 class Grid:

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from evener.huggingface import with_plan
-from evener.plan import Plan, Share, make_layout
+from evener.plan.file import Plan, Share, make_layout
 from tests.support import launched_plan
 
 STEPS = 4

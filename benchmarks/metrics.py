@@ -22,7 +22,7 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from evener.live_files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
 
 DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)
 IDS = [f"sim-{index}-{name}" for index, name in enumerate(["gtx1080ti", "gtx1080"] * 4)]

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from evener.live_files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.files import LiveDevice, LiveRecord, file_name, prepare_folder, replace_file, start_ticks
 
 COLUMNS, ROWS = 160, 48
 DEVICES = "sim:" + ",".join(["gtx1080ti", "gtx1080"] * 4)

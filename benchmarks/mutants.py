@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 HOME = Path(__file__).resolve().parents[1]
-FILES = ("balancer/search", "evener/shares.py", "evener/plan.py", "balancer/probes/block_timing.py")
+FILES = ("balancer/search", "evener/shares/whole_rows.py", "evener/plan/file.py", "balancer/probes/block_timing.py")
 SEARCH = (
     "search",
     *(f"test_{name}.py" for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")),
@@ -37,8 +37,8 @@ TESTS = {  # of the longest name that fits
     "balancer/probes/block_timing.py": ("tests/balancer/test_timing_rules.py",),
     "balancer/search": tuple(f"tests/balancer/{name}" for name in SEARCH),
     "evener": ("tests/evener",),
-    "evener/plan.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
-    "evener/shares.py": ("tests/evener/test_shares.py", "tests/evener/test_waterfill.py"),
+    "evener/plan/file.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
+    "evener/shares/whole_rows.py": ("tests/evener/test_shares.py", "tests/evener/test_waterfill.py"),
 }
 PYTEST = ("-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "--hypothesis-seed=0")
 ENOUGH = 0.85  # of the mutants

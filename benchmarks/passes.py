@@ -27,7 +27,7 @@ from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
 from evener.devices.child_environment import cap_address_space
 from evener.devices.limits import parse_limit
-from evener.plan import SOLO_PREFIX, Plan, load_plan, to_toml
+from evener.plan.file import SOLO_PREFIX, Plan, load_plan, to_toml
 
 WORKLOAD = str(Path(__file__).resolve().parents[1] / "examples" / "torch_train.py") + ":build"
 FREE, CAPPED, BOTH = "{0},{1}", "{0},{1}@{cap}", "{0}@{cap},{1}@{cap}"

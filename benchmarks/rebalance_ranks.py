@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu_neighbour import Neighbour
 from benchmarks.rebalance_jobs import Job, make_computing, make_sleeping
-from evener.plan import Plan, Throughput
+from evener.plan.file import Plan, Throughput
 from evener.torch_split import Split
 from evener.torch_split.process import visible_gpus
 from tests.support.torch_ranks import example_plan

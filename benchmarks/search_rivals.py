@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Generator
 
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed, layout_of, solo
-from evener.shares import apportion, even
+from evener.shares.whole_rows import apportion, even
 
 Asks = Generator[tuple[Layout, ...], list[Observation], None]
 Rival = Callable[[int, int | None, int], Asks]  # devices, global batch, seed

@@ -34,7 +34,7 @@ from evener.balancer.events import Finished
 from evener.balancer.session import Request, Session
 from evener.devices.discover import discover, open_source
 from evener.devices.sampler import Sampler
-from evener.live import Reporter
+from evener.live.reporter import Reporter
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.plain import snapshot_text
 

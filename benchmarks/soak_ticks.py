@@ -38,7 +38,7 @@ from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.devices.sampler import History, Subscriber
 from evener.devices.simulated.source import SimulatedSource
-from evener.live import Reporter
+from evener.live.reporter import Reporter
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 

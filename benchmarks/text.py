@@ -23,7 +23,7 @@ from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
-from evener.shares import apportion
+from evener.shares.whole_rows import apportion
 
 DEALT, BY_SPEED, AT_ONCE = "by cost", "rows by speed", "both alone, at once"
 USUAL_ROWS, USUAL_LENGTH = 8, 40  # of the pass by which speeds are compared

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from evener.plan import Share
+from evener.plan.file import Share
 from evener.torch_split import rebalancing
 from evener.torch_split.batch_tracker import Epoch
 from evener.torch_split.batch_weights import BatchWeights

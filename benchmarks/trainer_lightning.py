@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.trainer_models import COLLATED, Done, Texts, network
-from evener.plan import Plan
+from evener.plan.file import Plan
 from evener.torch_split import Split
 
 

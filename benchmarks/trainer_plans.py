@@ -27,7 +27,7 @@ from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed
 from evener.balancer.request import Request
 from evener.balancer.resolve import resolve_request
 from evener.balancer.types import Layout
-from evener.plan import Plan, load_plan
+from evener.plan.file import Plan, load_plan
 
 PAIRED = ("training / probe", "middle half", "in CPU time")
 HEADS = ("trainer", "shares", "plan", "probes", "training", *PAIRED, "first probes / plan", "training / plan")

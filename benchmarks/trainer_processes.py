@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.devices.limits import parse_limit
-from evener.plan import Share
+from evener.plan.file import Share
 from tests.support.torch_start import free_port
 
 MARK = "rank: "  # before a process's lines for us

@@ -23,7 +23,7 @@ from benchmarks.trainer_models import COLLATED, SHARDED, Done, Texts, make_train
 from benchmarks.trainer_processes import MARK, name_build
 from evener.devices.limits import parse_limit
 from evener.huggingface import with_plan
-from evener.plan import Plan, load_plan
+from evener.plan.file import Plan, load_plan
 from evener.torch_split import Split
 from evener.torch_split.process import settle, visible_gpus
 from evener.workloads.protocol import Place

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.trainer_plans import read_block, search
 from benchmarks.trainer_processes import BrokenTrainingError, Ranks
-from evener.plan import Plan, load_plan, make_layout, to_toml
+from evener.plan.file import Plan, load_plan, make_layout, to_toml
 
 SAMPLINGS = {"even": "random", "whole": "random", "grouped": "group_by_length", "balanced": "batch_rebalance"}
 VARIANTS = ("plan", "once", "alone", *SAMPLINGS)

@@ -22,7 +22,7 @@ from benchmarks.trainer_processes import Ranks
 from benchmarks.trainer_rates import print_rates
 from evener.devices.limits import write_limit
 from evener.devices.terms import parse_request
-from evener.plan import Share, load_plan, make_layout, to_toml
+from evener.plan.file import Share, load_plan, make_layout, to_toml
 from tests.support.launched_plan import make_plan
 
 TRAINERS = ("huggingface", "lightning", "accelerate", "torch")

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from evener.plan import Plan, load_plan
+from evener.plan.file import Plan, load_plan
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 WORKLOADS = {"tensorflow": "keras_mnist", "torch": str(EXAMPLES / "torch_train.py") + ":build"}

@@ -17,9 +17,9 @@ import msgspec
 import psutil
 
 import evener
-from evener.cpu_topology import core_groups
 from evener.devices.types import Device
 from evener.errors import DeviceError
+from evener.system.cpu_topology import core_groups
 
 MIB = 1 << 20
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}

@@ -69,8 +69,8 @@ def _find_gpus(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery
 
 
 def _find_slices(terms: Sequence[Term]) -> Discovery:
-    from evener.cpu_topology import allowed_cpus
     from evener.devices.cpu.slices import slices
+    from evener.system.cpu_topology import allowed_cpus
 
     counts = {term.slices for term in terms}
     if len(counts) > 1:

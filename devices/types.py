@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from evener.live_files import Training
+from evener.live.files import Training
 
 DeviceKind = Literal["gpu", "cpu", "sim"]
 

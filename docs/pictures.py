@@ -26,7 +26,7 @@ from evener.devices.sampler import History, Subscriber
 from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
-from evener.live_files import LiveDevice, ShareChange, Training
+from evener.live.files import LiveDevice, ShareChange, Training
 from evener.tui.app.app import EvenerApp
 
 FOLDER = Path(__file__).resolve().parent / "pictures"

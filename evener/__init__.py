@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.live import report
-    from evener.plan import Plan, load_plan
+    from evener.live.reporter import report
+    from evener.plan.file import Plan, load_plan
 
 __version__ = "0.1.0"
 __all__ = ["Plan", "__version__", "load_plan", "report"]
 
-_HOMES = {"Plan": "evener.plan", "load_plan": "evener.plan", "report": "evener.live"}
+_HOMES = {"Plan": "evener.plan.file", "load_plan": "evener.plan.file", "report": "evener.live.reporter"}
 
 
 def __getattr__(name: str) -> Any:

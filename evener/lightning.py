@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
-from evener.shares import bounds, even, gradient_weight
+from evener.shares.whole_rows import bounds, even, gradient_weight
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.gather import add_up
 from evener.torch_split.kept_state import kept_state

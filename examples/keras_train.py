@@ -12,7 +12,7 @@ import argparse
 import time
 from typing import Any
 
-from evener.plan import Plan
+from evener.plan.file import Plan
 
 ROWS = 60_000
 FEWEST_STEPS = 20  # an epoch, so that what happens between epochs weighs little

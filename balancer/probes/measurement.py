@@ -19,8 +19,8 @@ from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
 from evener.balancer.probes.stack_dump import Stack
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Layout, Probe, Timed, Warned
-from evener.costs import Work
 from evener.devices.nvidia.probe_watch import Vitals
+from evener.shares.costs import Work
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe

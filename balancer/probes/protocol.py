@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from evener.costs import Cost, Work
+from evener.shares.costs import Cost, Work
 from evener.workloads.profiling import Transfer
 from evener.workloads.protocol import Place
 

@@ -28,9 +28,9 @@ import msgspec
 
 from evener.balancer.probes import protocol, stack_dump
 from evener.balancer.probes.fork_server import ForkServer, Importing, die_with_parent, import_first
-from evener.costs import Work
 from evener.devices.child_environment import cap_address_space
-from evener.live import Reporter
+from evener.live.reporter import Reporter
+from evener.shares.costs import Work
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 

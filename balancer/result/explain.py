@@ -13,7 +13,7 @@ from evener.balancer.result.number_format import half_width, join_words, millise
 from evener.balancer.result.rivals import Rival, find_larger, name_rivals
 from evener.balancer.search.layouts import is_even
 from evener.balancer.types import Interval, Layout, Result, Timed
-from evener.costs import Cost
+from evener.shares.costs import Cost
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass

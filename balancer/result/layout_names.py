@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evener.balancer.result.number_format import write_share
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.types import Layout
-from evener.plan import BEST_SPLIT
+from evener.plan.file import BEST_SPLIT
 
 PACK_MODES = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from evener.passes import split_passes
+from evener.shares.passes import split_passes
 
 
 def rate(samples_per_second: float) -> str:

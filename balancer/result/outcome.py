@@ -23,7 +23,7 @@ from evener.balancer.store.journal import Header
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
-from evener.plan import (
+from evener.plan.file import (
     BEST_SINGLE,
     LARGER_BATCH,
     SOLO_PREFIX,
@@ -36,7 +36,7 @@ from evener.plan import (
     Throughput,
     make_layout,
 )
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
 
 MIB = 1 << 20
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of new children are guessed

@@ -11,7 +11,7 @@ Theory. A synchronous step of the devices A takes
 
 with t_i the device's own time for its share b_i, and c_k the time of gradient exchange that isn't hidden behind
 computation. A share fits while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow
-(`evener.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
+(`evener.shares.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
 
 1. `solo_stage`: every device alone, all at the same time, three or four batches. This gives each t_i and memory line.
    Devices whose times differ by no more than noise share one curve, hence equal shares.
@@ -34,7 +34,7 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.dealing`); `text_model`, `text_stage` and `text_candidates` take the place of curves, stages and candidates.
+(`evener.training.dealing`); `text_model`, `text_stage` and `text_candidates` replace curves, stages and candidates.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
 smallest within the tolerance of the fastest is chosen; with `max_slowdown`, the layout with most samples per joule that
@@ -42,9 +42,9 @@ is at most so much slower. Else the fastest is, whichever stage measured it, or 
 packs, placements or other knobs ran is the choice among the layouts of the race.
 
 Reading order: `search` (ask, tell, best, why_stopped), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
-(what to measure next, and who won), `predictions` and `evener.waterfill` (which layouts are worth it), `observations`
-(the evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points), `budget`,
-`decisions` (the same in words).
+(what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
+`observations` (the evidence), `machine_model` and `model/` (curves, memory, contention and exchange from noisy points),
+`budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Timed
-from evener.waterfill import Allocation
+from evener.shares.waterfill import Allocation
 
 MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most efficient 2, 3, ...
 BEST = 2  # splits that are worth a measurement

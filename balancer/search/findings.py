@@ -30,7 +30,7 @@ from evener.balancer.types import (
     Timed,
     layout_of,
 )
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
 
 READINGS = ("_budget", "_candidates", "_race", "_decision")  # cached until the next observation; the last by `Search`
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves

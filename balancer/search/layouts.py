@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from evener.balancer.types import Layout, layout_of
-from evener.shares import even
+from evener.shares.whole_rows import even
 
 Family = Literal["solo", "even", "split", "pack", "place"]
 FAMILIES: tuple[Family, ...] = ("solo", "even", "split", "pack", "place")

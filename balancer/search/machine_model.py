@@ -20,8 +20,8 @@ from evener.balancer.search.observations import Observations
 from evener.balancer.search.ranking import LEAST_GAIN, smallest_gain
 from evener.balancer.search.timed_points import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
-from evener.curves import Curve, PassCurve, step_in_passes
-from evener.waterfill import DeviceCurve
+from evener.shares.curves import Curve, PassCurve, step_in_passes
+from evener.shares.waterfill import DeviceCurve
 
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.types import Layout
-from evener.curves import Curve
-from evener.plan_layout import Knots
+from evener.plan.layout import Knots
+from evener.shares.curves import Curve
 
 DIGITS = 6  # significant ones
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from evener import waterfill
 from evener.balancer.search.host_choice import split_over_hosts
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.types import Layout
-from evener.curves import Curve
-from evener.waterfill import Allocation, Costs, DeviceCurve
+from evener.shares import waterfill
+from evener.shares.curves import Curve
+from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran,

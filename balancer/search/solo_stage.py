@@ -15,7 +15,7 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
 from evener.balancer.search.predictions import Predictions, slope_is_clear
 from evener.balancer.types import Probe, Stage, solo
-from evener.waterfill import DeviceCurve, single_reaching
+from evener.shares.waterfill import DeviceCurve, single_reaching
 
 MOST_ROUNDS = 4
 FALLING_ROUNDS = 6  # where samples/s fell from a batch to a larger one

@@ -15,7 +15,7 @@ from evener.balancer.search.layouts import same_measurement
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.search.ranking import LEAST_GAIN, worthwhile_gain
 from evener.balancer.types import Failed, Probe, Stage
-from evener.waterfill import Allocation
+from evener.shares.waterfill import Allocation
 
 MOST_SPLITS = 4
 MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times

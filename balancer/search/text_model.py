@@ -17,9 +17,9 @@ from evener.balancer.search.model.step_cost import MISFIT, StepCost, WorkPoint, 
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.timed_points import relative_error
 from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
-from evener.costs import RankCost, Work
-from evener.dealing import Deal, Dealer
-from evener.shares import apportion
+from evener.shares.costs import RankCost, Work
+from evener.shares.whole_rows import apportion
+from evener.training.dealing import Deal, Dealer
 
 DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
 FEWEST_BATCHES = 2

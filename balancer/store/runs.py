@@ -23,9 +23,9 @@ from evener.balancer.store.trainings import TrainingRecord, read_training
 from evener.balancer.types import Failed, Observation, Timed
 from evener.devices.types import Device
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
-from evener.plan import Plan, parse_plan, to_json
-from evener.state_folders import runs_folder
-from evener.training_journal import TRAINING_JOURNAL
+from evener.live.journal import TRAINING_JOURNAL
+from evener.plan.file import Plan, parse_plan, to_json
+from evener.system.state_folders import runs_folder
 
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first

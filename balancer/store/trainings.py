@@ -11,8 +11,8 @@ import msgspec
 
 from evener.balancer.store.journal import read_trusted
 from evener.errors import RequestError
-from evener.live_files import start_ticks
-from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingEntry
+from evener.live.files import start_ticks
+from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingEntry
 
 _decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(TrainingEntry)
 TrainingState = Literal["running", "finished", "stopped", "failed"]

@@ -8,7 +8,7 @@ from evener.devices.cluster.agents import Agent, start_actor
 from evener.devices.cluster.connection import Node, connect, list_nodes
 from evener.devices.cluster.discovery import find_node, name_gpus
 from evener.errors import DeviceError, PlanError
-from evener.plan import Plan
+from evener.plan.file import Plan
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:

@@ -9,7 +9,7 @@ import msgspec
 
 from evener.devices.cluster.agents import HostLostError, Kept, find_agent
 from evener.devices.types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, group_by_host
-from evener.live_files import LiveDevice
+from evener.live.files import LiveDevice
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
 OpenHost = Callable[[tuple[Device, ...]], Source]  # runs on a host, with its devices as they are to it

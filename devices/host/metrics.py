@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from evener.cpu_topology import parse_cpu_list
 from evener.devices.types import HostSample
-from evener.live_files import read_stat
+from evener.live.files import read_stat
+from evener.system.cpu_topology import parse_cpu_list
 
 ONLINE = Path("/sys/devices/system/cpu/online")
 TICKS_PER_SECOND, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from evener.launched import resolve
+from evener.training.launched import resolve
 
 RENDEZVOUS_PORT = 29400  # of a launch over several hosts: PyTorch's own
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from evener.devices.types import UNSUPPORTED, Device, Reading, State
-from evener.live_files import LiveDevice, Training, read_trainings
+from evener.live.files import LiveDevice, Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report whose next one has been due for so long says what was, not what is

@@ -17,7 +17,7 @@ import msgspec
 
 from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
-from evener.whole_files import read_whole
+from evener.system.whole_files import read_whole
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
-from evener.plan import Share
+from evener.plan.file import Share
 from evener.torch_split.length_sampler import raise_no_shares
 from evener.torch_split.model_checks import has_own_work, is_sharded
 

@@ -19,7 +19,6 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
-from evener.dealing import make_dealer
 from evener.errors import RequestError
 from evener.huggingface.checks import (
     CHECKPOINT,
@@ -36,7 +35,7 @@ from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ign
 from evener.huggingface.passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
 from evener.huggingface.processes import processes
 from evener.huggingface.rows import make_order, training_rows
-from evener.plan import Plan
+from evener.plan.file import Plan
 from evener.torch_split.check_loss import make_check_batch
 from evener.torch_split.kept_state import kept_attributes
 from evener.torch_split.length_sampler import LengthSampler
@@ -49,6 +48,7 @@ from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_pl
 from evener.torch_split.rebalancing import Rebalancing
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
+from evener.training.dealing import make_dealer
 
 
 def with_plan(

@@ -42,7 +42,7 @@ from evener.keras_split.first_batch import measure_first
 from evener.keras_split.group_fit import group_callbacks, save_whole
 from evener.keras_split.nested_rows import from_frame
 from evener.keras_split.same_data import check_same_arrays
-from evener.plan_check import check_global_batch
+from evener.plan.check import check_global_batch
 
 
 class FitHooks:

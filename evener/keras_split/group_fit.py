@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import callbacks as kinds
 
 from evener.keras_split.engines.multiworker import Workers
-from evener.whole_files import write_atomically
+from evener.system.whole_files import write_atomically
 
 WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

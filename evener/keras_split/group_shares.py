@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from evener.keras_split.engines.group import Group
-from evener.launched import find_host, launched_device
-from evener.plan import Share
-from evener.share_order import RankInfo, check_agreement, check_places
+from evener.plan.file import Share
+from evener.training.launched import find_host, launched_device
+from evener.training.share_order import RankInfo, check_agreement, check_places
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from evener.keras_split.engines.keras_step import loss_with, own_loss
 from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
 from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
 from evener.keras_split.traceless import traceless
-from evener.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
+from evener.training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
 
 ROUNDING = {"float64": MIXED_ROUNDING, "float32": FLOAT32_ROUNDING}
 

@@ -13,10 +13,10 @@ from statistics import median
 
 from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.work_times import WorkTimes
-from evener.live_files import MOST_CHANGES, ShareChange
-from evener.plan import Share
-from evener.rebalance import Rebalancer, name_devices
-from evener.share_solver import proportional_curves, read_curves
+from evener.live.files import MOST_CHANGES, ShareChange
+from evener.plan.file import Share
+from evener.plan.solver import proportional_curves, read_curves
+from evener.training.rebalance import Rebalancer, name_devices
 
 WINDOW_STEPS = 5  # whose median is one figure
 FEWEST_STEPS = 3  # of them that were whole batches

@@ -11,9 +11,9 @@ from evener.errors import RequestError
 from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import driver_name
-from evener.live import Details, Reporter
-from evener.plan_check import describe
-from evener.training_journal import TrainingJournal
+from evener.live.journal import TrainingJournal
+from evener.live.reporter import Details, Reporter
+from evener.plan.check import describe
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.dealing import make_dealer
 from evener.errors import PlanError, RequestError
 from evener.keras_split import tf_devices
 from evener.keras_split.batch_bounds import Cut
@@ -27,11 +26,12 @@ from evener.keras_split.engines.towers import Towers
 from evener.keras_split.fit_hooks import FitHooks
 from evener.keras_split.group_shares import check_rebalance, order_by_device
 from evener.keras_split.rebalancing import GroupRebalancer
-from evener.launched import launched_plan
-from evener.passes import batch_in_one_pass, largest_pass
-from evener.plan import Plan, Share, load_plan
-from evener.plan_check import check_fit, check_global_batch, describe
-from evener.shares import is_ratio
+from evener.plan.check import check_fit, check_global_batch, describe
+from evener.plan.file import Plan, Share, load_plan
+from evener.shares.passes import batch_in_one_pass, largest_pass
+from evener.shares.whole_rows import is_ratio
+from evener.training.dealing import make_dealer
+from evener.training.launched import launched_plan
 
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
 ONE_PROCESS = "The plan was measured with a process for each device; this is one process, without TF_CONFIG."

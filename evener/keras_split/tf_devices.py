@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from evener.errors import DeviceError, RequestError
-from evener.plan import Plan, Share
+from evener.plan.file import Plan, Share
 
 # The plan numbers GPUs as the driver does; by default CUDA puts the fastest first. CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

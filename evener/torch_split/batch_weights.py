@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
-from evener.passes import count_passes
-from evener.shares import gradient_weight
+from evener.shares.passes import count_passes
+from evener.shares.whole_rows import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
 from evener.torch_split.gather import average

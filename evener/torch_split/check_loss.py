@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from evener.errors import RequestError
-from evener.loss_check import LossFigures, LossMeaning, describe, judge
 from evener.torch_split.batch_tracker import tensors_in
 from evener.torch_split.even_randomness import SEED
 from evener.torch_split.kept_state import kept_state, seed_all
 from evener.torch_split.loss_measure import Compute, LossMeasure
 from evener.torch_split.nested_batch import cut_rows
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.training.loss_check import LossFigures, LossMeaning, describe, judge
 
 ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from
 REMEDY = "Change the loss to such a mean, or train on one device."

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from evener.errors import RequestError
-from evener.shares import bounds, gradient_weight
+from evener.shares.whole_rows import bounds, gradient_weight
 from evener.torch_split.own_work import StepTimer
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
-from evener.shares import gradient_weight
+from evener.shares.whole_rows import gradient_weight
 
 
 class GradientWeights:

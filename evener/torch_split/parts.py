@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
-from evener.passes import split_passes
-from evener.shares import bounds, gradient_weight
+from evener.shares.passes import split_passes
+from evener.shares.whole_rows import bounds, gradient_weight
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.nested_batch import cut_rows, each_tensor
 

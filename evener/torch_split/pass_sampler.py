@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from evener.shares import even
+from evener.shares.whole_rows import even
 from evener.torch_split.sampler import UnevenBatchSampler
 
 

@@ -1,8 +1,8 @@
 """Shares that follow the ranks' own work while a training runs: what `Split(rebalance=True)` does.
 
 After every two windows of a few steps each rank says how long its own work took. All ranks hear the same figures one
-step later, decide the same by `evener.rebalance`, and take new shares from the same batch on: the first that none of
-them has fetched.
+step later, decide the same by `evener.training.rebalance`, and take new shares from the same batch on: the first that
+none of them has fetched.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.live_files import ShareChange
-from evener.rebalance import GROWTH, Rebalancer, name_devices
-from evener.share_solver import read_curves
+from evener.live.files import ShareChange
+from evener.plan.solver import read_curves
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.own_work import KEPT_STEPS
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.step_reporter import StepReporter
+from evener.training.rebalance import GROWTH, Rebalancer, name_devices
 
 WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window

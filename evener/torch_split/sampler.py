@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
-from evener.shares import apportion, bounds
+from evener.shares.whole_rows import apportion, bounds
 from evener.torch_split.row_order import RowOrder, mix_seed
 from evener.torch_split.share_schedule import ShareSchedule
 

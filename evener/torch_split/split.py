@@ -21,11 +21,9 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.dealing import make_dealer
 from evener.errors import RequestError
-from evener.loss_check import LossMeaning
-from evener.passes import count_passes, largest_pass, smallest_pass
-from evener.plan import Plan
+from evener.plan.file import Plan
+from evener.shares.passes import count_passes, largest_pass, smallest_pass
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
@@ -44,6 +42,8 @@ from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.split_check import check_part_loss
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
+from evener.training.dealing import make_dealer
+from evener.training.loss_check import LossMeaning
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from evener.errors import RequestError
-from evener.loss_check import LossMeaning
 from evener.torch_split.batch_tracker import tensors_in
 from evener.torch_split.batch_weights import WholeBatchLoss
 from evener.torch_split.check_loss import LossCheck, find_together, make_check_batch
 from evener.torch_split.loss_measure import LossMeasure
 from evener.torch_split.nested_batch import each_tensor
 from evener.torch_split.parts import Part
+from evener.training.loss_check import LossMeaning
 
 
 def check_part_loss(

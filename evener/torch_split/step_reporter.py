@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from evener.live import Details, Reporter
-from evener.live_files import MOST_CHANGES, ShareChange
-from evener.plan_check import describe
+from evener.live.files import MOST_CHANGES, ShareChange
+from evener.live.journal import TrainingJournal
+from evener.live.reporter import Details, Reporter
+from evener.plan.check import describe
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
-from evener.training_journal import TrainingJournal
 
 
 class StepReporter:

@@ -20,7 +20,7 @@ from evener.balancer.search.ranking import choose_winner, compare_turns, samples
 from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
 from evener.devices.nvidia import probe_watch
 from evener.devices.nvidia.probe_watch import Vitals
-from evener.plan import load_plan, to_toml
+from evener.plan.file import load_plan, to_toml
 from evener.tui.cli.main import run
 from evener.tui.report.contents import read_report
 from tests.support.efficiency_oracle import is_efficient

@@ -36,7 +36,7 @@ from evener.devices.cluster.placement import hold_other_gpus
 from evener.devices.discover import discover
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.plan import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, parse_plan
+from evener.plan.file import Fingerprint, Plan, SearchSummary, Share, Throughput, load_plan, make_layout, parse_plan
 from evener.tui.cli.main import run
 from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from evener.tui.runtime.snapshot_publisher import open_publisher
@@ -422,7 +422,7 @@ def test_a_training_goes_on_without_a_host_that_is_lost(cluster: Any, tmp_path: 
 SURVIVING = """
 import json, os, sys, time
 from pathlib import Path
-from evener.launched import launched_plan
+from evener.training.launched import launched_plan
 config = json.loads(os.environ["TF_CONFIG"])
 workers = config["cluster"]["worker"]
 name = f"{len(workers)} {os.environ['EVENER_HOST']}"

@@ -9,7 +9,7 @@ import pytest
 
 from evener.balancer.store import journal, replay
 from evener.balancer.types import OutOfMemory, Timed
-from evener.plan import parse_plan, to_json, to_toml
+from evener.plan.file import parse_plan, to_json, to_toml
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 

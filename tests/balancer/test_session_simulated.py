@@ -22,8 +22,8 @@ from evener.balancer.types import Probe
 from evener.devices.discover import discover
 from evener.devices.this_machine import Discovery
 from evener.errors import DeviceError, NoLayoutError, RequestError
-from evener.plan import Plan, load_plan, parse_plan, to_json, to_toml
-from evener.share_solver import read_curves, solve_shares
+from evener.plan.file import Plan, load_plan, parse_plan, to_json, to_toml
+from evener.plan.solver import read_curves, solve_shares
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")

@@ -15,10 +15,10 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
 from evener.balancer.store import replay
 from evener.balancer.store.journal import FactsEntry, Header, ObservationEntry, Record
-from evener.costs import Cost
 from evener.devices.types import Device
 from evener.errors import PlanError, RequestError
-from evener.plan import parse_plan, to_toml
+from evener.plan.file import parse_plan, to_toml
+from evener.shares.costs import Cost
 from evener.tui.text.plan_summary import share_table
 from evener.tui.text.progress import observation_words
 from evener.tui.text.ranking_tables import ranking_json, ranking_table

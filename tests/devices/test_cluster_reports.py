@@ -10,7 +10,7 @@ import pytest
 from evener.devices.cluster import source
 from evener.devices.cluster.source import ClusterSource
 from evener.devices.types import Device, DeviceSample, HostSample, Snapshot
-from evener.live_files import Training
+from evener.live.files import Training
 from evener.tui.view.trainings import join_trainings
 from tests.support.trainings import AT_SECONDS, make_ranks
 

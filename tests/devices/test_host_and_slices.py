@@ -17,7 +17,7 @@ from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable,
 from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates, rate_reading
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State
-from evener.live import LiveDevice, Training
+from evener.live.reporter import LiveDevice, Training
 
 SLICE = Device("cpu-0-of-2", 0, "CPU", "cpu", 1 << 30, (0,))
 OTHER = Device("cpu-1-of-2", 1, "CPU", "cpu", 1 << 30, (1,))

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.costs import Cost, RankCost
-from evener.dealing import Dealer
 from evener.errors import RequestError
-from evener.passes import split_passes
-from evener.shares import apportion
+from evener.shares.costs import Cost, RankCost
+from evener.shares.passes import split_passes
+from evener.shares.whole_rows import apportion
+from evener.training.dealing import Dealer
 from tests.support.dealing_oracle import least_seconds
 
 SECONDS = st.floats(0, 10)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from evener.errors import PlanError
-from evener.plan import Plan, Share, make_layout
-from evener.plan_check import check_fit
+from evener.plan.check import check_fit
+from evener.plan.file import Plan, Share, make_layout
 from tests.support.launched_plan import make_plan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evener.plan import Share, Throughput, make_layout
+from evener.plan.file import Share, Throughput, make_layout
 from tests.support.frameworks import skip_without
 from tests.support.launched_plan import make_plan
 

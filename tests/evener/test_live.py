@@ -24,12 +24,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import evener.live as live
 from evener.errors import RequestError
-from evener.live import Details, Reporter, live_folders, read_trainings, report
-from evener.live_files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
-from evener.live_times import DeviceTimes
-from evener.plan import Share
+from evener.live import reporter as live
+from evener.live.files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.reporter import Details, Reporter, live_folders, read_trainings, report
+from evener.live.times import DeviceTimes
+from evener.plan.file import Share
 
 
 class Clock:

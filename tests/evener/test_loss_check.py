@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.loss_check import LossFigures, describe, judge, mean_by
+from evener.training.loss_check import LossFigures, describe, judge, mean_by
 from tests.support.frameworks import skip_without
 
 losses = st.floats(0.1, 10.0)

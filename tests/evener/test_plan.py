@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener import Plan, load_plan
-from evener.costs import Cost
 from evener.errors import PlanError, RequestError
-from evener.plan import (
+from evener.plan.check import check_fit
+from evener.plan.file import (
     SCHEMA,
     Evidence,
     Fingerprint,
@@ -36,8 +36,8 @@ from evener.plan import (
     to_json,
     to_toml,
 )
-from evener.plan_check import check_fit
-from evener.whole_files import write_atomically
+from evener.shares.costs import Cost
+from evener.system.whole_files import write_atomically
 from tests.support.launched_plan import make_plan
 
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
@@ -475,7 +475,8 @@ def test_a_link_stays_a_link_and_a_device_stays_a_device(tmp_path: Path) -> None
 def disk_full(path: Path, content: bytes) -> None:
     """Write where no file may grow: what a full disk does, by the kernel's own hand."""
     code = (
-        "import resource, signal, sys; from pathlib import Path; from evener.whole_files import write_atomically\n"
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from evener.system.whole_files import write_atomically\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "from evener.errors import RequestError\n"

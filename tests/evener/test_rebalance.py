@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.curves import Curve
-from evener.passes import split_passes
-from evener.plan import Share
-from evener.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum, name_devices
-from evener.share_solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
+from evener.plan.file import Share
+from evener.plan.solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
+from evener.shares.curves import Curve
+from evener.shares.passes import split_passes
+from evener.training.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum, name_devices
 from tests.support.share_traces import (
     Machine,
     Run,

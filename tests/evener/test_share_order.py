@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import PlanError, RequestError
-from evener.launched import find_host
-from evener.plan import Share
-from evener.share_order import RankInfo, check_agreement, order_shares
+from evener.plan.file import Share
+from evener.training.launched import find_host
+from evener.training.share_order import RankInfo, check_agreement, order_shares
 
 
 def share(device: str, host: str = "") -> Share:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.shares import apportion, bounds, check_ratios, even, gradient_weight
+from evener.shares.whole_rows import apportion, bounds, check_ratios, even, gradient_weight
 
 RATIO = st.one_of(
     st.integers(0, 5000),

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 import torch
 
-from evener.costs import Cost, RankCost
-from evener.dealing import Dealer
 from evener.errors import RequestError
-from evener.plan import Plan
+from evener.plan.file import Plan
+from evener.shares.costs import Cost, RankCost
 from evener.torch_split import Loader, Split
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.training.dealing import Dealer
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, mse_loss
 
 from evener.errors import RequestError
-from evener.plan import Plan, make_layout
+from evener.plan.file import Plan, make_layout
 from evener.torch_split import Split
 from evener.torch_split.nested_batch import cut_rows
 from tests.support import torch_ranks

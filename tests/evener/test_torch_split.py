@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import torch
 
-from evener import live
-from evener.cpu_topology import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
-from evener.plan import Fingerprint, Plan, Share, make_layout
+from evener.live import reporter as live
+from evener.plan.file import Fingerprint, Plan, Share, make_layout
+from evener.system.cpu_topology import slice_cores
 from evener.torch_split import Split
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest

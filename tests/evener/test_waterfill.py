@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener import waterfill
-from evener.curves import Curve
-from evener.waterfill import DeviceCurve
+from evener.shares import waterfill
+from evener.shares.curves import Curve
+from evener.shares.waterfill import DeviceCurve
 
 
 @st.composite

@@ -25,7 +25,7 @@ from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Prob
 from evener.devices.child_environment import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
-from evener.live import Training, read_trainings
+from evener.live.reporter import Training, read_trainings
 from tests.support.probe_children import at_birth, list_probe_children
 from tests.support.probers import child_prober
 

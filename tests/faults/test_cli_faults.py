@@ -24,7 +24,7 @@ from evener.balancer.search.decisions import Stop
 from evener.balancer.store import journal
 from evener.balancer.store.journal import Record
 from evener.balancer.types import Observation, Timed
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 from evener.tui.cli import session_runner
 from tests.support.quick_probes import QUICK_EVENER
 from tests.support.small_disk import fill

@@ -16,10 +16,10 @@ import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, runs
 from evener.errors import EvenerError, RequestError
-from evener.live import Reporter, read_trainings
-from evener.live_files import file_name, prepare_folder, replace_file, start_ticks
-from evener.plan import load_plan
-from evener.state_folders import state_folder
+from evener.live.files import file_name, prepare_folder, replace_file, start_ticks
+from evener.live.reporter import Reporter, read_trainings
+from evener.plan.file import load_plan
+from evener.system.state_folders import state_folder
 from evener.tui.cli.main import run
 
 HOME = Path(evener.__file__).parents[1]

@@ -21,8 +21,8 @@ import pytest
 import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
-from evener.live import read_trainings
-from evener.plan import load_plan
+from evener.live.reporter import read_trainings
+from evener.plan.file import load_plan
 from evener.tui.cli.main import run
 from evener.tui.text.formatting import plain
 from tests.support.probe_children import at_birth

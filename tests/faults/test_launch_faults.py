@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from evener.errors import PlanError
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 from tests.support.killed_launchers import list_processes
 from tests.support.launched_plan import plan
 

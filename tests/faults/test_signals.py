@@ -26,7 +26,7 @@ import evener
 from evener.balancer.store import journal
 from evener.balancer.store.journal import AskedEntry
 from evener.balancer.types import Timed
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 
 HOME = Path(evener.__file__).parents[1]
 MOMENTS = int(os.environ.get("EVENER_SIGNALS", "7"))

@@ -15,8 +15,8 @@ import pytest
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.devices.discover import discover
 from evener.errors import RequestError
-from evener.live_files import live_folders, prepare_folder
-from evener.state_folders import runs_folder, state_folder
+from evener.live.files import live_folders, prepare_folder
+from evener.system.state_folders import runs_folder, state_folder
 from evener.tui.cli.main import run
 from evener.tui.runtime.crash_log import write_crash_log
 from tests.support.small_disk import fill
@@ -27,7 +27,7 @@ def group_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A umask of 002, as where each user has a group of his own; no folder for runtime files."""
     earlier = os.umask(0o002)
     monkeypatch.delenv("EVENER_LIVE_DIR", raising=False)
-    monkeypatch.setattr("evener.live_files._is_private", lambda _: False)
+    monkeypatch.setattr("evener.live.files._is_private", lambda _: False)
     yield
     os.umask(earlier)
 

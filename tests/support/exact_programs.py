@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
-from evener.plan import Plan
+from evener.plan.file import Plan
 from tests.support.exact_losses import LOSSES, NETS, Loss
 from tests.support.huggingface_programs import Texts, compute_in_float64, make_plan, pad_texts, tiny_llama
 from tests.support.matrix_trainings import Ended, compare, make_arguments, note_changes

@@ -26,8 +26,8 @@ from evener.devices.limits import parse_limit, write_limit
 from evener.devices.recording import Recorder, Recording
 from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import EvenerError
-from evener.live_files import file_name, read_trainings, start_ticks
-from evener.plan import Plan, parse_plan, to_json, to_toml
+from evener.live.files import file_name, read_trainings, start_ticks
+from evener.plan.file import Plan, parse_plan, to_json, to_toml
 from evener.tui.runtime.run_replay import recorded_events
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings

@@ -20,9 +20,9 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from evener.costs import Cost
 from evener.huggingface import with_plan
-from evener.plan import Plan, Share, make_layout
+from evener.plan.file import Plan, Share, make_layout
+from evener.shares.costs import Cost
 from evener.torch_split.row_order import RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support import launched_plan

@@ -29,8 +29,8 @@ from evener.keras_split.engines import early_sums
 from evener.keras_split.engines.layer_state import StepStates
 from evener.keras_split.group_shares import check_rebalance
 from evener.keras_split.part_kinds import PartKinds
-from evener.live import read_trainings
-from evener.plan import Plan, Share, make_layout
+from evener.live.reporter import read_trainings
+from evener.plan.file import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
 from tests.support.keras_twice import leave_graphs_alone, train_twice, with_variables
 

@@ -12,11 +12,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener import live
 from evener.keras_split import Report, Split
 from evener.keras_split.changing_cut import ChangingCut
-from evener.live import read_trainings
-from evener.rebalance import Change
+from evener.live import reporter as live
+from evener.live.reporter import read_trainings
+from evener.training.rebalance import Change
 from tests.support.keras_twice import train_twice
 
 SHARES, MICROS = (15, 6, 3), (3, 6, 2)  # of the plan

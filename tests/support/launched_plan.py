@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from evener.plan import Fingerprint, Plan, PlanLayout, SearchSummary, Share, Throughput, make_layout
+from evener.plan.file import Fingerprint, Plan, PlanLayout, SearchSummary, Share, Throughput, make_layout
 
 
 def plan(devices: list[str], hosts: tuple[str, ...] = (), **changes: Any) -> Plan:

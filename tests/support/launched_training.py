@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from evener.errors import PlanError
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 from evener.torch_split import Split
 from tests.support.torch_ranks import CASES, STEPS, compute, data, finish, model, optimizer
 

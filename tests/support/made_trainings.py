@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from evener.live_files import Doing, LiveDevice, Training
-from evener.live_times import middle, spread, sum_up
+from evener.live.files import Doing, LiveDevice, Training
+from evener.live.times import middle, spread, sum_up
 from tests.support.trainings import AT_SECONDS
 
 STEPS = 25

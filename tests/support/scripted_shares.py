@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evener.rebalance import Change
 from evener.torch_split import rebalancing
+from evener.training.rebalance import Change
 
 
 class RotatedShares:

@@ -12,10 +12,10 @@ from functools import cache
 from statistics import median
 from typing import NamedTuple
 
-from evener.curves import Curve
-from evener.rebalance import Rebalancer
-from evener.share_solver import scale, solve_shares
-from evener.shares import apportion
+from evener.plan.solver import scale, solve_shares
+from evener.shares.curves import Curve
+from evener.shares.whole_rows import apportion
+from evener.training.rebalance import Rebalancer
 
 WINDOW_STEPS = 5  # of one observation
 DELAY_STEPS = 3  # from a decision to the first step with the new shares

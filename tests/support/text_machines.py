@@ -12,9 +12,9 @@ import msgspec
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
-from evener.costs import Cost, RankCost, Work
-from evener.dealing import Dealer
-from evener.shares import bounds
+from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.whole_rows import bounds
+from evener.training.dealing import Dealer
 
 BATCHES = 8  # that a measurement of random rows takes the mean of
 BASE_BYTES, TOKEN_BYTES = 1000, 10

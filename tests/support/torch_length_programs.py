@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 from torch.utils.data import Dataset, TensorDataset
 
-from evener.costs import Cost
-from evener.plan import make_layout
+from evener.plan.file import make_layout
+from evener.shares.costs import Cost
 from evener.torch_split import Split
 from tests.support.torch_program_parts import exact, refused, split_by, update, weights
 from tests.support.torch_ranks import example_plan

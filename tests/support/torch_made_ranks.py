@@ -12,8 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener import live
-from evener.live import read_trainings
+from evener.live import reporter as live
+from evener.live.reporter import read_trainings
 from evener.torch_split import Split
 from tests.support.torch_program_parts import data, network
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError
-from evener.plan import make_layout
+from evener.plan.file import make_layout
 from evener.torch_split import Split
 from tests.support.torch_ranks import example_plan
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from evener.plan import Plan, Share, load_plan, make_layout
+from evener.plan.file import Plan, Share, load_plan, make_layout
 from evener.torch_split import Split
 from evener.torch_split.sampler import UnevenBatchSampler
 from tests.support.launched_plan import make_plan

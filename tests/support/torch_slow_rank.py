@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evener import live
+from evener.live import reporter as live
 from evener.torch_split import Split
 from evener.tui.cli.commands.monitor import monitor
 from tests.support import torch_rebalance_programs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.live_files import LiveDevice, Training
-from evener.plan_layout import Knots
+from evener.live.files import LiveDevice, Training
+from evener.plan.layout import Knots
 
 AT_SECONDS = 1_790_000_000.0
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener import plan as plans
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import (
     Belief,
@@ -26,6 +25,7 @@ from evener.balancer.types import (
 )
 from evener.devices.sampler import History, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
+from evener.plan import file as plans
 from evener.tui.app.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from tests.support import launched_plan

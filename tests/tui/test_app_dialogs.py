@@ -10,7 +10,7 @@ import pytest
 from textual.events import MouseScrollDown
 from textual.widgets import Input, Static
 
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.export import SaveDialog, complete_path, plan_dialog
 from evener.tui.screens.replay import ReplayScreen

@@ -14,8 +14,8 @@ import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import DeviceError, NoLayoutError
-from evener.live_files import LiveRecord
-from evener.training_journal import TrainingJournal
+from evener.live.files import LiveRecord
+from evener.live.journal import TrainingJournal
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.export import SaveDialog
 from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog

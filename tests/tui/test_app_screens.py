@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from evener.devices.types import LOST, value
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 from evener.tui.runtime.base_app import Sampled
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog

@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from evener.devices.recording import Recorder, Recording
-from evener.live_files import Training
+from evener.live.files import Training
 from evener.tui.cli.commands.monitor import monitor
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.widgets.trainings import TrainingPanel

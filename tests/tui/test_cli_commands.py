@@ -16,7 +16,7 @@ import pytest
 
 from evener.balancer.result.explain_measurements import ORDER
 from evener.devices.simulated.machine_file import catalogue
-from evener.plan import load_plan, to_json, to_toml
+from evener.plan.file import load_plan, to_json, to_toml
 from evener.tui.cli.main import run
 from evener.tui.cli.streams import draws_screens
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evener.plan import load_plan, parse_plan
+from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
 from tests.support.quick_probes import QUICK_EVENER
 

@@ -7,7 +7,7 @@ import msgspec
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.result.explain import explain
 from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
-from evener.plan import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
+from evener.plan.file import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress, observation_words, outcome_words
 from tests.support.launched_plan import make_plan

@@ -17,8 +17,8 @@ import pytest
 
 from evener.devices.host.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
-from evener.plan import Plan, make_layout
-from evener.start_rank import STARTS
+from evener.plan.file import Plan, make_layout
+from evener.training.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
 from evener.tui.launch.output import named_output
@@ -289,7 +289,7 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
 
 ASKING = """
 import json, os
-from evener.launched import ask_for_processes
+from evener.training.launched import ask_for_processes
 ask_for_processes("This model needs them.")
 config = json.loads(os.environ.get("TF_CONFIG", "{}"))
 print(json.dumps([config.get("task"), len(config.get("cluster", {}).get("worker", [])), os.environ["EVENER_DEVICE"]]))

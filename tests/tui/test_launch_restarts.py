@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.store import runs
-from evener.device_check import check_gpu
-from evener.device_errors import is_device_error
 from evener.devices.discover import discover
 from evener.errors import PlanError
-from evener.live_files import start_ticks
-from evener.plan import Kind, Plan, make_layout, parse_plan, to_toml
-from evener.plan_check import check_fit
-from evener.smaller_plan import leave_out
-from evener.training_journal import StartEntry
+from evener.live.files import start_ticks
+from evener.live.journal import StartEntry
+from evener.plan.check import check_fit
+from evener.plan.file import Kind, Plan, make_layout, parse_plan, to_toml
+from evener.plan.smaller import leave_out
+from evener.training.device_check import check_gpu
+from evener.training.device_errors import is_device_error
 from evener.tui.launch import working_devices
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.working_devices import find_broken
@@ -222,7 +222,7 @@ def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
 
 
 def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
-    program = "from evener.device_errors import *; abort_on_device_error(); raise RuntimeError('{}')"
+    program = "from evener.training.device_errors import *; abort_on_device_error(); raise RuntimeError('{}')"
     for text, variables, code in (
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": ""}, 1),

@@ -19,7 +19,7 @@ import pytest
 
 from evener.devices.types import DENIED, LOST, Reading, State
 from evener.errors import RequestError
-from evener.live_files import LiveDevice, LiveRecord, Training
+from evener.live.files import LiveDevice, LiveRecord, Training
 from evener.tui.cli.main import run
 
 pytest.importorskip("prometheus_client")

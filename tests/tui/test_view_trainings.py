@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
-from evener.live_files import LiveDevice, ShareChange, Training
+from evener.live.files import LiveDevice, ShareChange, Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines

@@ -14,8 +14,8 @@ import torch
 from evener.balancer.request import Request
 from evener.balancer.resolve import make_prober, resolve_request
 from evener.balancer.types import Layout, Probe, Timed, layout_of
-from evener.costs import Cost, Work
 from evener.errors import RequestError
+from evener.shares.costs import Cost, Work
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data

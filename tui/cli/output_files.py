@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from evener.errors import PlanError, RequestError, as_request_error
-from evener.plan import load_plan
+from evener.plan.file import load_plan
 
 
 def check_plan_file(path: Path, option: str) -> None:

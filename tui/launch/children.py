@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from evener.balancer.probes.launch_plan import find_free_ports
-from evener.start_rank import STARTS
+from evener.training.start_rank import STARTS
 from evener.tui.launch.ending import Ending
 from evener.tui.launch.job import Job
 from evener.tui.signals import caught_signals
@@ -40,7 +40,7 @@ def run_children(job: Job) -> Ending:
 def _start(job: Job) -> list[subprocess.Popen[bytes]]:
     environment = job.environment(_cluster(job))
     starts = json.loads(environment[STARTS])
-    command = [sys.executable, "-m", "evener.start_rank", *job.command]
+    command = [sys.executable, "-m", "evener.training.start_rank", *job.command]
     return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
 
 

@@ -18,8 +18,8 @@ from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agen
 from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.placement import find_plan_nodes
 from evener.errors import DeviceError
-from evener.plan import load_plan, to_toml
-from evener.smaller_plan import leave_out
+from evener.plan.file import load_plan, to_toml
+from evener.plan.smaller import leave_out
 from evener.tui.launch.host_training import END_SECONDS, HostTraining
 from evener.tui.launch.job import check_plan
 from evener.tui.launch.restarts import compare_rows, say

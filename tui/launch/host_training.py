@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
-from evener.launched import REPLACED_PLAN
+from evener.training.launched import REPLACED_PLAN
 
 READ_SECONDS = 1.0
 END_SECONDS = 35.0  # after SIGTERM: a little more than launch gives its own processes

@@ -18,9 +18,9 @@ from evener.devices.discover import discover
 from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
-from evener.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
-from evener.plan import Plan, Share, load_plan, to_json
-from evener.start_rank import STARTS
+from evener.plan.file import Plan, Share, load_plan, to_json
+from evener.training.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
+from evener.training.start_rank import STARTS
 from evener.workloads.user_code import imported_framework
 
 WAIT_SECONDS = 60.0

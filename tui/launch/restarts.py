@@ -15,11 +15,11 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError
-from evener.launched import RUN, WANTS_PROCESSES
-from evener.plan import Plan, load_plan
-from evener.plan_check import describe
-from evener.smaller_plan import leave_out
-from evener.state_folders import new_run_id
+from evener.plan.check import describe
+from evener.plan.file import Plan, load_plan
+from evener.plan.smaller import leave_out
+from evener.system.state_folders import new_run_id
+from evener.training.launched import RUN, WANTS_PROCESSES
 from evener.tui.launch import watcher
 from evener.tui.launch.children import run_children
 from evener.tui.launch.ending import Ending

@@ -44,7 +44,7 @@ def run_agent(job: Job, max_restarts: int) -> Ending:
             **_meet(job),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "evener.start_rank", *job.command)
+            elastic_launch(config, sys.executable)("-m", "evener.training.start_rank", *job.command)
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())
             ended = {

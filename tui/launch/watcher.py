@@ -17,7 +17,7 @@ GRACE_SECONDS = 3.0  # that ranks have after the kernel's SIGTERM
 LONGEST_SECONDS = 10.0  # a process that hangs in a driver can't be ended
 POLL_SECONDS = 0.2
 WELL = b"well"
-MARK = "EVENER_RUN"  # as in evener.launched; all that a rank starts inherits it
+MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts inherits it
 
 
 def main() -> None:

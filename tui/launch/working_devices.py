@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.types import Device
-from evener.launched import DEVICE
-from evener.start_rank import STARTS
+from evener.training.launched import DEVICE
+from evener.training.start_rank import STARTS
 
 CHECK_SECONDS = 10.0  # in which a device has to compute
 POLL_SECONDS = 0.05
@@ -43,7 +43,7 @@ def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
     }
     own = {STARTS: json.dumps([start]), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
     return subprocess.Popen(
-        [sys.executable, "-m", "evener.start_rank", "-m", "evener.device_check", device.kind],
+        [sys.executable, "-m", "evener.training.start_rank", "-m", "evener.training.device_check", device.kind],
         env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from evener.balancer.store.journal import Record
 from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
-from evener.plan import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
+from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
 from evener.tui.text.formatting import plain, write_share
 from evener.tui.text.progress import layout_words, outcome_name, outcome_words
 

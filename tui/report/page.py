@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from evener.errors import RequestError
+from evener.system.whole_files import write_atomically
 from evener.tui.report.contents import RankedLayout, RunReport, read_report
 from evener.tui.report.figures import (
     PICTURES,
@@ -19,7 +20,6 @@ from evener.tui.report.figures import (
     save_sheet,
 )
 from evener.tui.text.formatting import duration, energy_cells, percent, rate, unbroken, write_share
-from evener.whole_files import write_atomically
 
 REPORT_FORMATS = (".html", ".png", ".svg")
 STYLE = """

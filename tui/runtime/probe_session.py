@@ -21,7 +21,7 @@ class ProbeSession(EventThread):
         from evener.balancer.manual_run import choose_layout
         from evener.balancer.resolve import make_prober, resolve_request
         from evener.balancer.store.locks import lock_devices
-        from evener.state_folders import new_error_file
+        from evener.system.state_folders import new_error_file
 
         super().__init__()
         self._resolved = resolve_request(request)

@@ -14,7 +14,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input
 
 from evener.errors import EvenerError, RequestError
-from evener.plan import Plan
+from evener.plan.file import Plan
 from evener.tui.screens.dialogs import FieldDialog, confirm
 from evener.tui.text.launch_line import launch_hint
 

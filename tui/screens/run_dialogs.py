@@ -16,7 +16,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import Run
 from evener.errors import EvenerError
-from evener.state_folders import error_file
+from evener.system.state_folders import error_file
 from evener.tui.runtime.base_app import UsesApp
 from evener.tui.runtime.run_replay import read_run
 from evener.tui.screens.dialogs import DetailsDialog, FieldDialog

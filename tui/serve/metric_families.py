@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Unkno
 from prometheus_client.metrics_core import Metric
 
 from evener.devices.types import Device, Snapshot, State
-from evener.live_files import LiveDevice, Training, clean
+from evener.live.files import LiveDevice, Training, clean
 
 MIB = 2.0**-20  # bytes to MiB
 DEVICE_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")  # dcgm-exporter's

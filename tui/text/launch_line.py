@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from evener.plan import Plan
+from evener.plan.file import Plan
 
 
 def launch_hint(plan: Plan, path: str) -> str:

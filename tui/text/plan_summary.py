@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evener.balancer.result.gains import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.types import Interval
-from evener.plan import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
+from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 from evener.tui.text.formatting import energy_cells, folded, half_width, percent, plain, rate, write_share
 from evener.tui.text.tables import align
 

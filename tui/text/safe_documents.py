@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from evener.plan import as_unicode
+from evener.plan.file import as_unicode
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 

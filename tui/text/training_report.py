@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from evener.balancer.store.trainings import TrainingRecord
-from evener.training_journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
+from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
 from evener.tui.text.formatting import count_words, duration, plain, rate
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of

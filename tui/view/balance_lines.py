@@ -8,7 +8,7 @@ from evener.balancer.result.gains import write_gain
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
-from evener.shares import apportion
+from evener.shares.whole_rows import apportion
 from evener.tui.text.formatting import duration, percent, rate, relative_error
 from evener.tui.text.progress import layout_words, left_words, outcome_words, share_words
 from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap

@@ -9,7 +9,7 @@ import msgspec
 
 from evener.devices.host.training_rates import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
-from evener.live_files import Doing, LiveDevice, Training
+from evener.live.files import Doing, LiveDevice, Training
 from evener.tui.text.formatting import duration, milliseconds, percent
 from evener.tui.view.cells import clean
 

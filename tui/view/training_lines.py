@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from evener.live_files import ShareChange
+from evener.live.files import ShareChange
 from evener.tui.text.formatting import count_words, duration, milliseconds, percent, rate, write_share
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_lines
 from evener.tui.view.charts import work_bar

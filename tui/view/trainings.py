@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.devices.types import Snapshot
-from evener.live_files import ShareChange, Training
-from evener.plan_layout import is_curve
-from evener.rebalance import Advice, advise
-from evener.share_solver import join_curves, proportional_curves
+from evener.live.files import ShareChange, Training
+from evener.plan.layout import is_curve
+from evener.plan.solver import join_curves, proportional_curves
+from evener.training.rebalance import Advice, advise
 from evener.tui.view.ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
 MOST_ROWS = 1 << 24  # of a step for which shares are looked for; reports are foreign figures

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import torch
 
-from evener.costs import Cost, RankCost, Work
-from evener.dealing import Dealer
 from evener.errors import RequestError
-from evener.shares import bounds
+from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.whole_rows import bounds
 from evener.torch_split.length_sampler import LengthSampler
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.training.dealing import Dealer
 
 SAMPLED = 256  # lengths that stand for those of all rows
 ENDLESS_STEPS = 1 << 40

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.costs import Cost, RankCost, Work
-from evener.dealing import Dealer
 from evener.errors import RequestError
+from evener.shares.costs import Cost, RankCost, Work
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_checks import check_normalization
@@ -30,6 +29,7 @@ from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.training.dealing import Dealer
 from evener.workloads.memory import GpuMemory, MemoryMeter
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch, as_pair

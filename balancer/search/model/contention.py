@@ -6,7 +6,7 @@ import math
 
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.step_time import LEAST_ERROR, Point
-from evener.curves import Curve
+from evener.shares.curves import Curve
 
 NEAR_BATCH = 0.15  # relative: a solo point this near to a split's share shows contention, not the curve's shape
 CONTENTION_ERRORS = 2.5  # standard errors: a smaller slowdown is noise

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from evener.balancer.search.model.step_time import LEAST_ERROR, Point
-from evener.curves import Curve
+from evener.shares.curves import Curve
 
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
 LIKELY_REPEATED = 0.5  # the same where it was never measured

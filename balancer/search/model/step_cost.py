@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from evener.balancer.search.model.regression import fit_rates
-from evener.costs import Cost, Work
+from evener.shares.costs import Cost, Work
 
 MISFIT = 0.01  # relative: by so much a real step differs from any such cost, however well it was timed
 FEWEST_POINTS = 3

@@ -25,7 +25,7 @@ from evener.keras_split.part_kinds import COUNTS, PartKinds
 from evener.keras_split.rebalancing import GroupRebalancer
 from evener.keras_split.same_data import digest_labels, refuse_other
 from evener.keras_split.work_times import WorkTimes
-from evener.live import Details
+from evener.live.reporter import Details
 
 
 class Workers:

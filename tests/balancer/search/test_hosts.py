@@ -20,10 +20,10 @@ from evener.balancer.search.model.sync_cost import ExchangeCosts, fit_exchange_c
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Problem
-from evener.curves import Curve
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
 from evener.errors import RequestError
-from evener.waterfill import Allocation, Costs, DeviceCurve, split_fixed, split_free
+from evener.shares.curves import Curve
+from evener.shares.waterfill import Allocation, Costs, DeviceCurve, split_fixed, split_free
 
 
 def make_machine(hosts: int, each: int, sync: Sync, seed: int = 1, noise: float = 0.003) -> Machine:

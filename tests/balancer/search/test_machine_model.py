@@ -13,8 +13,8 @@ from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
-from evener.curves import Curve
-from evener.waterfill import DeviceCurve
+from evener.shares.curves import Curve
+from evener.shares.waterfill import DeviceCurve
 from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)

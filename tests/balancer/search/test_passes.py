@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evener import waterfill
 from evener.balancer.search.layouts import Candidate, divide, shrink
 from evener.balancer.search.model.pass_curve import fit_extra
 from evener.balancer.search.model.step_time import Point
@@ -29,9 +28,10 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.curves import Curve, PassCurve
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
-from evener.waterfill import DeviceCurve
+from evener.shares import waterfill
+from evener.shares.curves import Curve, PassCurve
+from evener.shares.waterfill import DeviceCurve
 from tests.support import machine_families as families
 from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber

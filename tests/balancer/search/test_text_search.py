@@ -14,7 +14,7 @@ from evener.balancer.search.model.regression import fit_rates
 from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step_cost
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
-from evener.costs import Cost, RankCost, Work
+from evener.shares.costs import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
 FAST = Cost(0.001, 2e-5, 1e-8)

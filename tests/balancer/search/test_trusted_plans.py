@@ -16,7 +16,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Timed, solo
 from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
-from evener.plan import BEST_SINGLE
+from evener.plan.file import BEST_SINGLE
 from tests.support import machine_families, search_oracle
 from tests.support.machines import crawling_machine
 from tests.support.recording_prober import RecordingProber

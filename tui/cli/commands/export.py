@@ -10,7 +10,7 @@ import typer
 
 from evener.balancer.store import runs
 from evener.errors import RequestError
-from evener.plan import Format, to_json, to_toml
+from evener.plan.file import Format, to_json, to_toml
 from evener.tui.cli.options import RunName
 from evener.tui.cli.output_files import check_new, check_plan_file, check_replaceable
 from evener.tui.report.page import save_report

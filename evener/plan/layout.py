@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.costs import Cost
 from evener.errors import PlanError
+from evener.shares.costs import Cost
 
 RATIO_TOLERANCE = 1e-6
 

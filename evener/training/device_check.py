@@ -1,4 +1,4 @@
-"""Computes a little on the device of this process: `python -m evener.device_check gpu`, exit code 0 if that works.
+"""Computes a little on this process' device: `python -m evener.training.device_check gpu`, exit code 0 if that works.
 
 It needs no framework: CUDA's driver is enough, which takes a second where importing PyTorch may take ten.
 """

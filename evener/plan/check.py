@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.errors import PlanError
-from evener.plan import Plan, Share
-from evener.shares import whole_number
+from evener.plan.file import Plan, Share
+from evener.shares.whole_rows import whole_number
 
 
 def check_fit(

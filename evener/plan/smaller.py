@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan import Plan, PlanLayout, Share, make_layout
-from evener.plan_check import describe
-from evener.share_solver import pass_rows, read_curves, solve_shares
-from evener.shares import apportion
+from evener.plan.check import describe
+from evener.plan.file import Plan, PlanLayout, Share, make_layout
+from evener.plan.solver import pass_rows, read_curves, solve_shares
+from evener.shares.whole_rows import apportion
 
 
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:

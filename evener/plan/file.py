@@ -15,9 +15,9 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import PlanError
-from evener.plan_layout import Kind, PlanLayout, Share, check_layout, complete_layout, make_layout
-from evener.shares import apportion
-from evener.whole_files import read_whole, write_atomically
+from evener.plan.layout import Kind, PlanLayout, Share, check_layout, complete_layout, make_layout
+from evener.shares.whole_rows import apportion
+from evener.system.whole_files import read_whole, write_atomically
 
 __all__ = [
     "BEST_SINGLE",

@@ -17,9 +17,9 @@ from typing import Annotated
 import msgspec
 
 from evener.errors import RequestError
-from evener.launched import launched_run, restart_reason
-from evener.live_files import Count, LiveRecord, Rate, ShareChange, start_ticks
-from evener.state_folders import new_run_id, runs_folder, trusted_folder
+from evener.live.files import Count, LiveRecord, Rate, ShareChange, start_ticks
+from evener.system.state_folders import new_run_id, runs_folder, trusted_folder
+from evener.training.launched import launched_run, restart_reason
 
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 

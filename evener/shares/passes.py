@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.errors import RequestError
-from evener.shares import even, whole_number
+from evener.shares.whole_rows import even, whole_number
 
 
 def count_passes(batch: int, micro: int) -> int:

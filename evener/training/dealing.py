@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.costs import Cost, RankCost
-from evener.deal_ways import DealWays
 from evener.errors import RequestError
-from evener.passes import split_passes
-from evener.plan_layout import Share
-from evener.shares import apportion, bounds
+from evener.plan.layout import Share
+from evener.shares.costs import Cost, RankCost
+from evener.shares.passes import split_passes
+from evener.shares.whole_rows import apportion, bounds
+from evener.training.deal_ways import DealWays
 
 CLOSE_ENOUGH = 0.005  # over the lower bound, and this for each rank: no further way to deal is tried
 CLOSE_PER_RANK = 0.0025

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
-from evener.live_files import make_private
+from evener.live.files import make_private
 
 
 def state_folder() -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.curves import Curve, PassCurve
-from evener.plan_layout import Knots, Share
-from evener.waterfill import DeviceCurve, split_fixed
+from evener.plan.layout import Knots, Share
+from evener.shares.curves import Curve, PassCurve
+from evener.shares.waterfill import DeviceCurve, split_fixed
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from evener.errors import RequestError
-from evener.live_files import (
+from evener.live.files import (
     MOST_CHANGES,
     MOST_DEVICES,
     MOST_KNOTS,
@@ -37,9 +37,9 @@ from evener.live_files import (
     replace_file,
     start_ticks,
 )
-from evener.live_times import DeviceTimes
-from evener.plan import Share
-from evener.training_journal import TrainingJournal
+from evener.live.journal import TrainingJournal
+from evener.live.times import DeviceTimes
+from evener.plan.file import Share
 
 __all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings", "report"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.errors import PlanError, RequestError
-from evener.plan_check import describe
-from evener.plan_layout import Share
+from evener.plan.check import describe
+from evener.plan.layout import Share
 
 
 class RankInfo(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Becomes a training script: `python -m evener.start_rank train.py ARGS`, on the device that evener launch has chosen.
+"""Becomes a training script, `python -m evener.training.start_rank train.py ARGS`, on the device that a launch chose.
 
 It replaces itself by the script, so that nothing of evener is in the script's arguments, modules or tracebacks.
 """

@@ -1,0 +1,1 @@
+"""How trainings report their speed: the reporter, its files, and the training'\''s journal."""
