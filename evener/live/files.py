@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from evener.system.state_folders import make_private
+
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200
 MOST_FILES = 4096
@@ -121,13 +123,6 @@ def live_folders() -> tuple[Path, ...]:
 def file_name(pid: int, ticks: int, serial: int) -> str:
     """The name of a reporter's file; pid and start in clock ticks since boot identify a process for good."""
     return f"{pid}.{ticks}.{serial}.json"
-
-
-def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
-    if not folder.is_dir():
-        make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def prepare_folder(folder: Path) -> None:

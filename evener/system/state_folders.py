@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
-from evener.live.files import make_private
 
 
 def state_folder() -> Path:
@@ -45,6 +44,13 @@ def trusted_folder(folder: Path) -> Path:
             f"If all in it is yours: chmod 700 {folder}. Or set XDG_STATE_HOME to another folder.",
         )
     return folder
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def new_error_file() -> Path:
