@@ -16,7 +16,7 @@ from evener.shares.costs import RankCost
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
 _LIMITS = 7  # seconds in which blocks are tried to end; the first is so much more than the bound:
 _MARGIN = 0.04
-_PRICES = (1, 2, 4)  # of a further pass, in its fixed seconds: several ranks may open one for the same run
+_DEARER = (2, 4)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
@@ -60,28 +60,35 @@ class DealWays:
         ]
 
     def try_all(self) -> Iterator[Hands]:
-        """One way after the other, the better ones first as a rule; there is at least one."""
-        tried = set()
-        prices = [price for price in _PRICES if price <= max(2, len(self._ranks) // 2)]
-        for price in prices if self._saves_padding else (math.inf,):
-            stops = self._best_cut if price == 1 else self._cut(price)
+        """Every way to deal the batch, the better ones first as a rule; there is at least one."""
+        tried = set[tuple[int, ...]]()
+        for stops in self._list_cuts():
             for part in _BLOCK_PARTS:
                 rows = min((0, *stops), key=lambda stop: abs(stop - part * len(self._lengths)))
-                if (rows, *stops) not in tried:
-                    tried.add((rows, *stops))
-                    hands = self._deal_blocks(rows, stops)
-                    if hands is not None:
-                        self._deal_singly(hands, rows, stops)
-                        yield hands
+                if (rows, *stops) in tried:
+                    continue
+                tried.add((rows, *stops))
+                hands = self._deal_blocks(rows, stops)
+                if hands is not None:
+                    self._deal_singly(hands, rows, stops)
+                    yield hands
+
+    def _list_cuts(self) -> Iterator[list[int]]:
+        """The runs by each price of a pass; the whole batch as one where padding isn't saved."""
+        if not self._saves_padding:
+            yield [len(self._lengths)]
+            return
+        yield self._best_cut
+        for price in _DEARER:
+            if price <= max(2, len(self._ranks) // 2):
+                yield self._cut(price)
 
     def _cut(self, price: float) -> list[int]:
-        """Where runs end, so that they cost one device the least if a pass takes `price` times its fixed seconds.
+        """The ends of the runs that cost one device the least if a pass takes `price` times its fixed seconds.
 
-        What the rows up to a stop cost is a line over the stops for each start of the last run, and the later the
-        start, the flatter the line: so the lowest line is found by walking on, and lines that are never lowest go.
+        For each start of the last run, the cost of the rows up to a stop is a line over the stops, and the later the
+        start, the flatter the line. So the lowest line is found by walking on, and lines that are never lowest go.
         """
-        if price == math.inf:
-            return [len(self._lengths)]
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
