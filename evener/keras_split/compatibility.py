@@ -1,4 +1,4 @@
-"""What an engine can't train exactly: found before the first step, and refused in a sentence with its remedy."""
+"""Checks of models that an engine can't train exactly: they are refused before the first step, with a remedy."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def all_layers(model: Any) -> list[Any]:
 
 
 def overrides(model: Any, name: str) -> bool:
-    """Whether the model's class has its own method in place of Keras'."""
+    """True if the model's class has a method of its own in place of Keras'."""
     return getattr(type(model), name) not in (getattr(keras.Model, name), getattr(keras.Sequential, name))
 
 

@@ -131,7 +131,7 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """Whether every leaf of x is an array or a tensor, rather than a dataset or a generator."""
+    """True if every leaf of x is an array or a tensor, rather than a dataset or a generator."""
     datasets = tf.data.Dataset | tf.distribute.DistributedDataset
     return not isinstance(x, datasets) and all(hasattr(e, "shape") and hasattr(e, "dtype") for e in tf.nest.flatten(x))
 
@@ -162,7 +162,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Whether a dataset's elements are batches, not single samples; None where shapes don't tell.
+    """True if a dataset's elements are batches, False for single samples, None where shapes don't tell.
 
     `inputs` are those of the model, if it has them already.
     """
@@ -223,7 +223,7 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """In host memory, floats in Keras' float type, as fit converts them."""
+    """A tensor in host memory, floats in Keras' float type, as fit converts them."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

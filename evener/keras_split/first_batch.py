@@ -64,12 +64,12 @@ def check_batch(engine: Any, first: Tensors, device: str, training: bool = True)
 
 
 def _is_partial(engine: Any, training: bool) -> bool:
-    """Whether losses are computed of parts of a batch."""
+    """True if losses are computed of parts of a batch."""
     return bool(engine.name == "multiworker" or (training and engine.cut.in_passes))
 
 
 def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds:
-    """What is measured; in a group by the process that has most rows, for all of them."""
+    """The model's measured properties; in a group, the process with most rows measures for all."""
     group, weights = getattr(engine, "group", None), engine.cut.weights
     chosen = weights.index(max(weights))
     text = b""

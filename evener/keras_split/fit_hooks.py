@@ -46,7 +46,7 @@ from evener.plan.check import check_global_batch
 
 
 class FitHooks:
-    """What replaces methods of a model so that an engine trains it; `batches` and `deal` are the split's.
+    """Methods that replace a model's own so that an engine trains it; `batches` and `deal` are the split's.
 
     `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays. With
     passes, `pass_rows` are the rows of the largest, and `evaluated` those of a batch to evaluate.
@@ -115,7 +115,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """As Keras does, after refusing what the engine can't do, and without XLA, which is for one device."""
+        """Make a function as Keras does, but refuse what the engine can't do, and use no XLA, which is for one device."""
         model, engine = self.model, self.engine.name
         if name == "make_train_function":
             if self._pass_rows is not None:
@@ -181,22 +181,22 @@ class FitHooks:
         return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Keras' method of this name, on weights that exist and are the same in every process."""
+        """Keras' method of this name, on weights that exist and are the same in every process."""
         self._build(x)
         return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
+        """Predict as Keras does on one device; under a strategy each replica would predict the whole batch."""
         return self.model.predict(x, batch_size=array_rows(x), verbose=0)
 
     def compile_config(self) -> Any:
-        """As Keras does; clone_model asks for it too, and makes a model that isn't split."""
+        """The model's own compile config; clone_model asks for it too, and makes a model that isn't split."""
         if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """What copy.deepcopy and pickle ask for: a model that isn't split."""
+        """Reduce the model to one that isn't split, for copy.deepcopy and pickle."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)

@@ -1,4 +1,4 @@
-"""What was measured of a model before its first step, and what an engine refuses for it, in a sentence."""
+"""A model's measured kinds of losses and states, and what an engine refuses for them before the first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALONE = "Leave that out, or train on one device."
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """What parts of a batch have in common with the whole; as it is here, every loss is a mean over rows.
+    """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
 
     `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of COUNTS, or OTHER.
     `states` has the same for the changes of states by their place in `model.non_trainable_variables`: ROWS, SUM, SAME.
@@ -29,7 +29,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     fault: str = ""  # why no engine can put parts together
 
     def added_kind(self, place: int) -> str:
-        """By what an added loss adds up."""
+        """The way in which an added loss adds up."""
         return self.added[place] if place < len(self.added) else ROWS
 
 

@@ -1,1 +1,1 @@
-"""How trainings report their speed: the reporter, its files, and the training'\''s journal."""
+"""Reports of a training's speed: the reporter, its files, and the journal of a training."""

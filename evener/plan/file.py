@@ -88,7 +88,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the search for the plan took."""
+    """The cost of the search for the plan."""
 
     probes: int
     out_of_memory: int
@@ -98,7 +98,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the figures were measured on; another machine or model needs another plan."""
+    """The machine and model that the figures were measured on; others need another plan."""
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -217,13 +217,13 @@ def _upgrade(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Each share is one pass."""
+    """The layout with every share in one pass."""
     shares = (msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share)
     return msgspec.structs.replace(layout, share=tuple(shares))
 
 
 def as_unicode(data: Any) -> Any:
-    """The same data; bytes of a file name that aren't text become question marks, as no file format holds them."""
+    """A copy of the data with a question mark for each byte of a file name that isn't text: no file format holds it."""
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):

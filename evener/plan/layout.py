@@ -1,4 +1,4 @@
-"""How a plan's workload lies on its devices: the shares of each global batch, and whether their figures agree."""
+"""The layout of a plan: the shares of each global batch on its devices, and checks that their figures agree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the workload lies on the devices of the request, in their order."""
+    """The workload's layout on the devices of the request, in their order."""
 
     kind: Kind
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
@@ -65,7 +65,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_cost(self) -> bool:
-        """Whether shares are of what rows cost by their length, not of rows."""
+        """True if shares are of cost, which depends on the lengths of rows, not of rows."""
         return any(share.cost is not None for share in self.active)
 
 
@@ -164,7 +164,7 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """Whether it is none, or one of finite figures, rising in rows, and above 0 s in the end."""
+    """True for no knots, or for finite ones that rise in rows and end above 0 s."""
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)

@@ -31,7 +31,7 @@ ROUNDS = 8  # of adding a quantum to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """One device: its curve with the others at work, and the most samples it may get."""
+    """A device's curve with the others at work, and the most samples that it may get."""
 
     position: int
     curve: Curve | PassCurve
@@ -245,7 +245,7 @@ def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quant
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """When some device's curve bends, it is full, or it has done a quantum; of many devices, some of these."""
+    """The times at which a curve bends, a device is full or has done a quantum; a part of them for many devices."""
     times = sorted({t for x in devices for t in (*_breakpoints(x, x.limit), x.curve.seconds(quantum))})
     most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:
@@ -256,7 +256,7 @@ def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
 def _best_count(
     devices: Sequence[DeviceCurve], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
 ) -> Allocation | None:
-    """Of the layouts that end by `seconds`, the one with most samples/s; None if no number of devices is allowed."""
+    """The layout of most samples/s that ends by `seconds`; None if no number of devices is allowed."""
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
@@ -288,7 +288,7 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """Where `devices` of them first reach a rate: between two finish times, with so many samples at the later one."""
+    """The finish times between which a number of devices first reaches a rate, and the samples at the later one."""
 
     samples: int
     early: float

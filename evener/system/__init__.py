@@ -1,1 +1,1 @@
-"""What the operating system leaves and gives to this process: cores, memory, files."""
+"""The operating system's limits and files for this process: cores, memory, folders."""

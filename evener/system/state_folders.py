@@ -1,4 +1,4 @@
-"""Where this user's runs and locks lie; nothing is read from a folder that somebody else may write."""
+"""The folders of this user's runs and locks; nothing is read from a folder that somebody else may write."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Where measurements without a run keep what failing children wrote; what was there before is gone."""
+    """A new, empty file of errors for the children of measurements without a run."""
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """What failing children of the last measurement without a run wrote."""
+    """The file of errors that children of the last measurement without a run wrote."""
     return state_folder() / "errors.txt"

@@ -1,1 +1,1 @@
-"""What training processes of every framework share: who they are, which rows are theirs, when shares change."""
+"""Training processes of any framework: who they are, which rows are theirs, when shares change."""

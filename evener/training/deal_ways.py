@@ -21,7 +21,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
 class Hands:
-    """What each rank holds so far: passes as rows of the sorted batch, and the seconds that they take together."""
+    """The passes of each rank so far, as rows of the sorted batch, and the seconds that they take together."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -52,7 +52,7 @@ class DealWays:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Of each rank for the first rows, in these runs."""
+        """Seconds of each rank if it computes the first rows alone, in these runs."""
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
             sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
@@ -108,7 +108,7 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Where the batch may be cut, last at its end: where rows get shorter, by a part of their length or more."""
+        """The places where the batch may be cut, its end last: where rows get shorter by a part of their length."""
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -132,7 +132,7 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """One block after the other, each as large as it can be by `limit` seconds; None if rows are left."""
+        """Blocks laid one after the other, each as large as it can be by `limit` seconds; None if rows are left."""
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -181,7 +181,7 @@ class DealWays:
             done[rank] = finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """When a pass ends that the rank begins with the row; infinite if it can't hold it."""
+        """The end of a pass that the rank begins with the row; infinite if it can't hold it."""
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -194,5 +194,5 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Whether one of its neighbours is below a line everywhere."""
+    """True if one of its neighbours is below a line everywhere."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (steeper[0] - flatter[0])

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def check_gpu(cuda: ctypes.CDLL) -> bool:
-    """Whether the first visible GPU sets and returns 4 MiB."""
+    """True if the first visible GPU sets and returns 4 MiB."""
     device, context, memory = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
     found = (ctypes.c_uint32 * WORDS)()
     calls: tuple[tuple[Any, ...], ...] = (

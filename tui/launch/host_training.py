@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class HostTraining:
-    """One host's part of a training; its output is read from afar. It ends with this process.
+    """A host's part of a training; its output is read from afar. It ends with this process.
 
     A script that names the file `planned` trains by `plan`.
     """
@@ -86,7 +86,7 @@ class HostTraining:
             self._written.close()
 
     def _run(self) -> None:
-        """In a thread that lasts as long: the kernel ends the process with the thread that started it."""
+        """Run in a thread that lasts as long: the kernel ends the process with the thread that started it."""
         try:
             self._process = process = subprocess.Popen(
                 self._command,

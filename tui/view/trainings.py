@@ -19,7 +19,7 @@ LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """One training: its ranks, its figures over all of them, and what holds it up."""
+    """A training: its ranks, its figures over all of them, and what holds it up."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
@@ -43,7 +43,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What stays the same of it from tick to tick."""
+        """The training's identity from tick to tick."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -93,7 +93,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
 
 
 def _watts(places: Sequence[RankPlace]) -> float:
-    """What its devices draw together, each counted once."""
+    """The power of a training's devices, each counted once."""
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [each for each in watts if each is not None]
@@ -123,5 +123,5 @@ def _curves(places: Sequence[RankPlace], shares: Sequence[int]) -> Sequence[Curv
 
 
 def _is_plausible(seconds: float) -> bool:
-    """Whether a step can have taken that long: reports are foreign figures."""
+    """True if a step can have taken that long: reports are foreign figures."""
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -81,7 +81,7 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """One of a few words; left, right, Space or a click changes it."""
+    """A choice among a few words; left, right, Space or a click changes it."""
 
     class Changed(Message):
         """Another word is chosen."""

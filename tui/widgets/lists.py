@@ -47,7 +47,7 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def count(self) -> int:
-        """How many rows there are; with a filter, how many match it."""
+        """The number of rows; with a filter, of those that match it."""
         return len(self.rows)
 
     @property
@@ -117,7 +117,7 @@ class SortedPanel(ListPanel[RowT]):
         self._under_cursor: Hashable = None
 
     def identity(self, row: RowT) -> Hashable:
-        """What stays the same of a row."""
+        """The identity of a row."""
         raise NotImplementedError
 
     @property
