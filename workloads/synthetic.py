@@ -180,7 +180,7 @@ class Barrier:
             _receive(self._links[0])
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets a ConnectionError."""
+        """Leave: ranks that wait for this one get a ConnectionError."""
         for link in self._links:
             link.close()
 

@@ -31,7 +31,7 @@ Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last ->
 class ArrayBatches:
     """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest in a last one.
 
-    `rows` makes an epoch of so many rows by repeating the arrays. RequestError for arrays of unequal or no rows.
+    `rows` is the length of an epoch, for which the arrays are repeated. RequestError for arrays of unequal or no rows.
     """
 
     def __init__(self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None) -> None:
@@ -64,7 +64,7 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """A dataset of `DealtArrays`: global batches whose rows, of so many tokens each, are dealt to devices."""
+        """A dataset of `DealtArrays`: global batches whose rows, of these `tokens`, are dealt to devices."""
 
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
             places = self._places(epoch, start, stop)

@@ -115,7 +115,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make a function as Keras does, but refuse what the engine can't do, and use no XLA, which is for one device."""
+        """Make a function as Keras does, without XLA, which is for one device; refuse what the engine can't do."""
         model, engine = self.model, self.engine.name
         if name == "make_train_function":
             if self._pass_rows is not None:

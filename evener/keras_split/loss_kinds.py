@@ -173,7 +173,7 @@ def _other_labels(y: Any, outputs: Any) -> Any:
 
 
 def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
-    """Whole labels of which each row has more padding than the one before."""
+    """Whole labels, each row with more padding than the one before."""
     if not _are_whole(y) or y.ndim < 2 or y.shape[-1] < 2:
         return y
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))

@@ -22,7 +22,7 @@ class GroupStep(NamedTuple):
 
     number: int
     rows: int  # of the whole batch
-    began: float  # with its rows in hand; seconds since the epoch
+    began: float  # when it had its rows; seconds since the epoch
     waiting_s: float  # of this process, from its last gradient until the sum over all
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
 

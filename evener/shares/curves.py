@@ -106,5 +106,5 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Seconds of a step of `share` samples in so many passes."""
+    """Seconds of a step of `share` samples in this number of passes."""
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

@@ -42,7 +42,7 @@ class Dealer(msgspec.Struct, frozen=True):
     """Deals the rows of global batches to ranks; the same on every rank, as it depends on the lengths only."""
 
     ranks: tuple[RankCost, ...]
-    ratios: tuple[float, ...]  # by which rows are shared out that are all equally long
+    ratios: tuple[float, ...]  # of rows to ranks where all rows are equally long
     saves_padding: bool = True  # in further passes; else there are only those that limits ask for
 
     def deal(self, lengths: Sequence[int]) -> Deal:

@@ -25,7 +25,7 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """The file of the plan by which evener launch started this process, or the one that the script names.
+    """The plan's file with which evener launch started this process, or the one that the script names.
 
     Where devices were lost and the script names the plan that was launched, it is the one for those that are left.
     """

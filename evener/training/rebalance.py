@@ -22,7 +22,7 @@ from evener.plan.solver import pass_rows, scale, solve_shares
 from evener.shares.curves import Curve
 
 LEAST_GAIN = 0.02  # in own work; smaller ones aren't worth new shapes
-NOISE_ERRORS = 3.0  # and so many standard errors of the windows
+NOISE_ERRORS = 3.0  # and this many standard errors of the windows
 FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
 PATIENT_WINDOWS = 32  # the fewest, after a mistake
 SOON = 8  # times the fewest windows: a change that is taken back before was a mistake

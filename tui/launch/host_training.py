@@ -61,7 +61,7 @@ class HostTraining:
                 lines.append(self._lines.get_nowait())
         ended = bool(lines) and lines[-1] is None
         if ended:
-            self._lines.put(None)  # for whoever reads on
+            self._lines.put(None)  # for a reader that waits for more
         written = [line for line in lines if line is not None]
         return written, self._code if ended and not written else None
 

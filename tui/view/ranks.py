@@ -13,7 +13,7 @@ from evener.live.files import Doing, LiveDevice, Training
 from evener.tui.text.formatting import duration, milliseconds, percent
 from evener.tui.view.cells import clean
 
-SILENT_STEPS = 3.0  # a report that is late by so many steps: the rank hangs, validates, or has gone
+SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
 MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range

@@ -64,7 +64,7 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """The columns by which rows can be sorted."""
+    """The columns that rows can be sorted by."""
     return tuple(column.key for column in columns if column.value is not None)
 
 

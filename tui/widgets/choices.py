@@ -101,7 +101,7 @@ class OneOf(Lines):
         self.show([line(Span("< ", "key"), Span(self.value, "strong"), Span(" >", "key"), cursor=self.has_focus)])
 
     def action_change(self, steps: int) -> None:
-        """Go on by so many words."""
+        """Move the choice by `steps` words."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

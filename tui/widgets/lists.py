@@ -56,7 +56,7 @@ class ListPanel(Lines, Generic[RowT]):
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by so many rows, within the list."""
+        """Move the cursor by `rows` rows, within the list."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved

@@ -30,13 +30,13 @@ class Rows:
         self.count = 0 if made else array_rows(arrays)  # rows of an epoch; 0: unknown
 
     def batches(self, split: Split, batch: int) -> Any:
-        """Global batches of so many rows without end, in the form that the split's steps take."""
+        """Endless global batches of a size, in the form that the split's steps take."""
         rows = batch * max(1, array_rows(self._arrays) // batch)
         return split.batches(ArrayBatches(self._arrays, batch, shuffle=True, rows=rows), endless=True)
 
 
 class Stream:
-    """Datasets to train on: `make` gives one of batches of so many rows; `count` as in `Rows`."""
+    """Datasets to train on: `make` gives one by the rows of a batch; `count` as in `Rows`."""
 
     def __init__(self, make: Callable[[int], Any], count: int = 0) -> None:
         self._make = make
@@ -54,7 +54,7 @@ class Stream:
         if found != batch:
             raise RequestError(
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
-                "Batch by the size that it is called with, from a data set of at least so many rows.",
+                "Batch by the size that it is called with, from a data set that has at least that many rows.",
             )
         return split.deal(data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat())
 

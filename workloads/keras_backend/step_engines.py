@@ -198,7 +198,7 @@ class MirroredEngine(TowersEngine):
         return Split(devices=self.devices, engine="mirrored")
 
     def attach(self, model: Any, sample: Any) -> None:
-        """Check the model; sizes differ by replica, so shapes are relaxed as they come."""
+        """Check the model; sizes differ by replica, so shapes are relaxed when they differ."""
         model.jit_compile = False
         self.model = model
         model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
