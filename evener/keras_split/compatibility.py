@@ -223,10 +223,10 @@ def _check_optimizer(optimizer: Any) -> None:
             )
 
 
-def list_normalizations(model: Any, synchronized: bool = False) -> list[Any]:
-    """The layers that normalize over rows."""
-    normal = keras.layers.BatchNormalization
-    return [each for each in all_layers(model) if isinstance(each, normal) and each.synchronized == synchronized]
+def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
+    """The layers that normalize over rows: those of each replica, the synchronized ones, or with None all."""
+    found = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
+    return [each for each in found if synchronized in (None, each.synchronized)]
 
 
 def _refuse_synchronized(model: Any, remedy: str) -> None:

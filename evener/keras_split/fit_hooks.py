@@ -38,7 +38,7 @@ from evener.keras_split.data import (
 )
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
 from evener.keras_split.engines.keras_step import warn_of_own_loop
-from evener.keras_split.first_batch import measure_first
+from evener.keras_split.first_batch import check_replicas, measure_first
 from evener.keras_split.group_fit import group_callbacks, save_whole
 from evener.keras_split.nested_rows import from_frame
 from evener.keras_split.same_data import check_same_arrays
@@ -217,8 +217,7 @@ class FitHooks:
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
         """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
-        size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
-        self.batch = size
+        self.batch = size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
@@ -231,10 +230,10 @@ class FitHooks:
                 "Give validation_data, or use engine='towers'.",
             )
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
+        check_replicas(self.engine, data)
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        settings = [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")]
-        check_same_arrays(self.group, data, size, settings)
+        check_same_arrays(self.group, data, size, [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")])
         endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
@@ -279,6 +278,7 @@ class FitHooks:
                 raise RequestError(
                     "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
                 )
+            check_replicas(self.engine, next(iter(chosen["x"]), None))
             repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
             chosen["steps_per_epoch"] = count_steps(chosen["x"], chosen, "steps_per_epoch")
             chosen["x"] = self._deal(repeated)

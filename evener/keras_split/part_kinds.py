@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +46,22 @@ def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
             f"A plan with passes can't weight this loss exactly: it is a mean over {over[found.loss]}, not over rows.",
             NO_PASSES,
         )
+
+
+def refuse_replicas(found: PartKinds, model: Any, normal: Sequence[str]) -> None:
+    """Refuse what a strategy's replicas, which average, get wrong; `normal` are the states of normalization layers."""
+    if found.loss != ROWS:
+        seen = found.seen or "It isn't a mean over rows."
+        raise RequestError(f"engine='mirrored' can't weight this loss exactly. {seen}", TOWERS)
+    if any(kind != ROWS for kind in found.added):
+        raise RequestError(f"engine='mirrored' can't weight a loss that a layer of {model.name} adds as a sum.", TOWERS)
+    for place, kind in found.states.items():
+        path = model.non_trainable_variables[place].path
+        if kind != SAME and path not in normal:
+            raise RequestError(
+                f"A call of the model assigns {path} by the rows of its batch, which engine='mirrored' can't add up.",
+                TOWERS,
+            )
 
 
 def refuse_everywhere(found: PartKinds, model: Any) -> None:
