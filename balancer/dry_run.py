@@ -13,24 +13,26 @@ from evener.balancer.intake.problem import make_problem
 from evener.balancer.intake.request import Job
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober, Report
-from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.explain_failure import find_unfinished
 from evener.balancer.result.words import say_all
-from evener.balancer.search.layouts import BALANCE
+from evener.balancer.search.budget import LONGEST_PROBE_SECONDS
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Probe, Problem, Timed
-from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice
 from evener.errors import NoLayoutError
 from evener.system.state_folders import new_error_file
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5
 STARTS = 2.5  # of a search over several devices: a split's children take longer than those of one device
-SLOPE, NOISE = 1.01, 0.01  # of the devices that stand for those here, at least: a step's growth, its variation
-UNKNOWN_MIB = 1e6
+ROUNDS, ROUNDS_ALONE = 9, 3  # of probes in a search over several devices, and over one
+PACKS = 6  # further starts and probes where trainings are packed on a device too
+SHORTEST_ROUND, LONGEST_STEADY = 2.0, 5.0  # seconds of a probe of quick steps: of steady ones, of ones that vary
+PRECISION = 0.005  # relative: a probe of quick steps ends once it knows them so well
+STEPS_A_ROUND = 6  # of the largest batch, as not every probe is of it
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):
@@ -136,16 +138,15 @@ def _foresee(resolved: Job, problem: Problem, timed: Sequence[Timed]) -> Outlook
         DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
     )
-    start = timed[0].start_seconds
-    noise = max(NOISE, *(relative_half_width(seen.throughput) for seen in timed))
-    machine = resolved.machine or _write_machine(problem, steps, points, noise)
+    at_most = (devices[0].largest_batch, _for_one_device(problem).max_global_batch)
+    largest = min((batch for batch in at_most if batch is not None), default=0)
     return Outlook(
         workload=resolved.workload,
         framework=resolved.framework,
         devices=devices,
         steps=steps,
-        start_seconds=start,
-        search_seconds=_imagine_search(resolved, problem, machine, timed[0]),
+        start_seconds=timed[0].start_seconds,
+        search_seconds=_expect_seconds(problem, resolved.request.compare or BALANCE, timed, largest),
         budget_seconds=problem.budget_seconds,
         notes=resolved.notes,
         simulated=resolved.machine is not None,
@@ -159,36 +160,25 @@ def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...
     return min(bounds) if bounds else None
 
 
-def _write_machine(
-    problem: Problem, steps: Sequence[tuple[int, float]], points: tuple[tuple[int, int], ...], noise: float
-) -> Machine:
-    """Devices like the first one, each with its own memory; steps vary by as much as those short probes left open."""
-    (small, quick), (large, slow) = [*steps, (2 * steps[0][0], 2 * steps[0][1])][:BATCHES]
-    base, slope = Memory(None, points).line or (0.0, 0.0)
-    return Machine(
-        tuple(
-            SimulatedDevice(
-                name="device",
-                memory_mib=UNKNOWN_MIB if limit is None else limit / MIB,
-                curve=((small, quick * 1000), (large, max(slow, SLOPE * quick) * 1000)),
-                memory_base_mib=max(0.0, base / MIB),
-                memory_per_sample_mib=slope / MIB,
-                noise=noise,
-            )
-            for limit in problem.memory_bytes
-        )
-    )
+def _expect_seconds(problem: Problem, options: LayoutOptions, timed: Sequence[Timed], largest: int) -> float:
+    """Seconds of a search: the starts of its children, and its rounds of probes, all of one length.
+
+    A probe is as long as steps that vary so much take to be known to 0.5 %, within limits, and has time for a few steps
+    of the largest batch. What a search compares besides splits has children of its own.
+    """
+    first, alone = timed[0], problem.devices == 1
+    others = (PACKS if options.needs_more_children else 0) + len(options.placements) + len(options.knobs)
+    starts = first.start_seconds + (others if alone else STARTS - 1 + others) * first.restart_seconds
+    variation = max(relative_half_width(seen.throughput) for seen in timed)
+    steady = min(LONGEST_STEADY, max(SHORTEST_ROUND, PROBE_SECONDS * (variation / PRECISION) ** 2))
+    slow = min(LONGEST_PROBE_SECONDS, STEPS_A_ROUND * _predict_step(timed, largest))
+    seconds = starts + ((ROUNDS_ALONE if alone else ROUNDS) + others) * max(steady, slow)
+    return seconds if problem.budget_seconds is None else min(seconds, problem.budget_seconds)
 
 
-def _imagine_search(resolved: Job, problem: Problem, machine: Machine, first: Timed) -> float:
-    """Seconds of the search on such devices, with the starts of its children."""
-    starts = first.start_seconds
-    if problem.devices > 1:
-        starts += (STARTS - 1) * first.restart_seconds
-    budget = problem.budget_seconds
-    rest = None if budget is None else max(1.0, budget - starts)
-    prober = SimulatedProber(machine, resolved.request.seed)
-    search = Search(msgspec.structs.replace(problem, budget_seconds=rest), resolved.request.compare or BALANCE)
-    search.run(lambda probes: prober.measure(probes, lambda _: None, threading.Event()))
-    seconds = starts + search.spent_seconds()
-    return seconds if budget is None else min(seconds, budget)
+def _predict_step(timed: Sequence[Timed], largest: int) -> float:
+    """Seconds of a step of the largest batch, on the line through the two that were stepped."""
+    small, large = timed[0], timed[-1]
+    batches = large.probe.layout.global_batch - small.probe.layout.global_batch
+    slope = max(0.0, large.step_seconds - small.step_seconds) / max(1, batches)
+    return large.step_seconds + slope * max(0, largest - large.probe.layout.global_batch)

@@ -1,4 +1,4 @@
-"""What a training script imports: the plan, and how to report samples/s. Loads no framework.
+"""The API of a training script: the plan, and the report of samples/s. Loads no framework.
 
 Names are looked up when they are first used, so `import evener` costs next to nothing.
 """

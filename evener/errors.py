@@ -55,7 +55,7 @@ class DeviceError(EvenerError):
 
 
 class NoLayoutError(EvenerError):
-    """Nothing could be measured on the requested devices."""
+    """No layout could be measured on the requested devices."""
 
     kind = "no_layout"
     exit_code = 1

@@ -89,7 +89,7 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Of each worker: Ray wants the same for all. A CPU each as by default, or as much as every host has for each."""
+    """The resources of each worker, the same for all: a CPU each, or as much as every host has for each."""
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
     return resources if all(map(is_cpu, plan.layout.active)) else {**resources, "GPU": 1}
@@ -120,13 +120,13 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
     @property
     def backend_cls(self) -> type:
-        """What Ray calls as workers start."""
+        """The backend class whose methods Ray calls as workers start."""
         return _PlanBackend
 
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Before the process group is made: gloo and NCCL take the interface to the other hosts."""
+        """Have gloo and NCCL take the interface to the other hosts, before the process group is made."""
         worker_group.execute(_settle_on_host, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 

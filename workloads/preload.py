@@ -1,4 +1,4 @@
-"""What the process that a workload's children are forked from imports: the framework, and a script's libraries.
+"""Imports of the process that a workload's children are forked from: the framework, and a script's libraries.
 
 Nothing of the user's own runs: their module may start CUDA, and is imported by each child alone.
 """

@@ -1,4 +1,4 @@
-"""Where a step's time goes between devices: the copies and exchanges that a framework's profiler saw."""
+"""Transfers between devices in a step: the copies and exchanges that a framework's profiler saw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evener.workloads.protocol import BACKENDS
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One kind of copy or exchange, over all profiled steps. `moved_bytes` is None where the profiler doesn't say."""
+    """A kind of copy or exchange, over all profiled steps. `moved_bytes` is None where the profiler doesn't say."""
 
     name: str
     calls: int
@@ -26,7 +26,7 @@ Event = tuple[str, float, int | None]  # name, seconds, bytes
 
 
 def profile(framework: str, run: Callable[[], None]) -> tuple[Transfer, ...]:
-    """What moved between devices while `run` ran, the longest first; RequestError without a profiler for it."""
+    """The copies between devices while `run` ran, the longest first; RequestError without a profiler for it."""
     if framework not in BACKENDS:
         raise RequestError(f"There is no profiler for framework {framework!r}.", "Profile tensorflow or torch.")
     events: Iterable[Event] = import_module(f"{BACKENDS[framework]}.profiler").transfers(run)

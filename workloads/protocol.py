@@ -1,4 +1,4 @@
-"""What trains, as a probe child drives it: built once for a place, then prepared for shares and stepped.
+"""The workload that a probe child drives: built once for a place, then prepared for shares and stepped.
 
 A workload knows nothing of batches to try, of time or of memory limits. When memory runs out, its framework raises what
 it likes; `evener.balancer.probes` recognises such errors.
@@ -19,7 +19,7 @@ BACKENDS = {"tensorflow": "evener.workloads.keras_backend", "torch": "evener.wor
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a child trains, as its framework sees it: its own devices, and its group if it is one of several."""
+    """The place of a child as its framework sees it: its own devices, and its group if it is one of several."""
 
     devices: tuple[str, ...]  # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one
@@ -49,13 +49,13 @@ class Workload(Protocol):
         """
 
     def step(self) -> None:
-        """One optimizer step on the next batch, over all devices of the layout."""
+        """Take an optimizer step on the next batch, over all devices of the layout."""
 
     def synchronize(self) -> None:
         """Wait until every enqueued step is done on the devices."""
 
     def loss_is_finite(self) -> bool:
-        """Whether the loss of the last step was finite, or isn't known; called when nothing is pending."""
+        """True if the loss of the last step was finite, or isn't known; called when nothing is pending."""
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
         """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
@@ -64,17 +64,17 @@ class Workload(Protocol):
         """Give back memory that isn't in use; the bytes kept on each device, None where the framework keeps all."""
 
     def facts(self) -> Mapping[str, str]:
-        """What the plan says about it: framework version, parameters, engine, ..."""
+        """The plan's facts about the workload: framework version, parameters, engine, ..."""
 
 
 class TextWorkload(Workload, Protocol):
     """A workload whose rows may be of unequal length; its facts then have an even sample of their `lengths`."""
 
     def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
-        """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
+        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens."""
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """As `prepare`, with rows that are padded to this length in every pass."""
+        """Prepare shares with rows that are padded to this length in every pass."""
 
     def work(self) -> Work | None:
         """The sum over all steps of this process; None where rows have no lengths."""

@@ -226,7 +226,7 @@ def build(name: str, place: Place, settings: Mapping[str, Any], framework: str =
 
 
 def _is_own(entry: Entry) -> bool:
-    """Whether it is the user's own code."""
+    """True if an entry is the user's own code."""
     return ":" in entry.name
 
 

@@ -61,7 +61,7 @@ class Synthetic:
         self._hold()
 
     def _hold(self) -> None:
-        """What the largest pass takes on each device."""
+        """Hold the memory of the largest pass on each device."""
         limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
         for passes, limit in zip(self._passes, limits, strict=False):
             size = self._bytes(max(passes)) if passes else 0
@@ -83,7 +83,7 @@ class Synthetic:
             time.sleep(self._network_seconds)
 
     def synchronize(self) -> None:
-        """Nothing is enqueued: a step has ended when it returns."""
+        """Do nothing: a step has ended when it returns."""
 
     def loss_is_finite(self) -> bool:
         """False from the step on that was asked to have none."""
@@ -94,7 +94,7 @@ class Synthetic:
         return tuple(len(block) for block in self._held)
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Until the next `prepare`, everything."""
+        """Release all memory until the next `prepare`."""
         self._held = [bytearray()] * len(self._held)
         return self.max_memory_bytes()
 
@@ -180,7 +180,7 @@ class Barrier:
             _receive(self._links[0])
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank gets a ConnectionError."""
+        """Leave: ranks that wait for this one get a ConnectionError."""
         for link in self._links:
             link.close()
 

@@ -38,7 +38,7 @@ class UserCodeError(EvenerError):
 
 
 class UserModule:
-    """What the user's module gives: the result of the named function, and the functions that make its data."""
+    """A user's module: the result of the named function, and the functions that make its data."""
 
     def __init__(self, name: str, result: Any, module: ModuleType) -> None:
         self.name = name
@@ -71,7 +71,7 @@ def entry(name: str, framework: str) -> Entry:
 
 
 def names_a_file(home: str) -> bool:
-    """Whether it is a path, not a module or one of the names that the registry knows."""
+    """True for the path of a file, False for a module or a name that the registry knows."""
     return home.endswith(".py") or "/" in home
 
 
@@ -126,7 +126,7 @@ def find_line(error: BaseException, name: str = "") -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether it is a Python file outside of evener, the standard library and installed packages."""
+    """True for a Python file outside of evener, the standard library and installed packages."""
     folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
     try:
         paths = {Path(file), Path(file).resolve()}
@@ -188,7 +188,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """What to write instead of a file alone, with its functions that could return the model."""
+    """The words to write instead of a file alone, with its functions that could return the model."""
     functions = [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef) and _could_build(node)]
     free = [node for node in functions if not _required(node)]
     known = " or ".join(node.name for node in free or functions)
@@ -206,7 +206,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _required(function: ast.FunctionDef) -> bool:
-    """Whether it can't be called without arguments."""
+    """True if the function can't be called without arguments."""
     given = function.args
     return len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults
 

@@ -34,8 +34,8 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.training.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by curves,
-`texts` by these costs.
+(`evener.training.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by
+curves, `texts` by these costs.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
 smallest within the tolerance of the fastest is chosen; with `max_slowdown`, the layout with most samples per joule that
@@ -45,9 +45,8 @@ packs, placements or other knobs ran is the choice among the layouts of the race
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
-`observations`
-(the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points), `budget`,
-`decisions` (the same in words).
+`observations` (the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points),
+`budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve
 again. Expected gain: Jones, Schonlau and Welch, "Efficient global optimization" (1998).

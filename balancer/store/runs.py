@@ -20,8 +20,7 @@ from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Recor
 from evener.balancer.store.locks import is_running, lock_run
 from evener.balancer.store.notes import RunNote, change_note, read_note
 from evener.balancer.store.trainings import TrainingRecord, read_training
-from evener.balancer.types import Failed, Observation, Timed
-from evener.devices.types import Device
+from evener.balancer.types import Failed, Observation
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.live.journal import TRAINING_JOURNAL
 from evener.plan.file import Plan, parse_plan, to_json
@@ -214,30 +213,6 @@ def forget_empty(run: str) -> None:
     with suppress(OSError):
         if not journal_path(run).exists():
             shutil.rmtree(run_folder(run))
-
-
-def find_solo_rates(devices: Sequence[Device]) -> tuple[float | None, ...]:
-    """Each device's highest samples/s alone in the newest run that measured all of them; None without such a run."""
-    wanted = [device.id for device in devices]
-    for run in reversed(_list_ids()[-MOST_RUNS:]):
-        try:
-            record = journal.read(journal_path(run))
-        except EvenerError:
-            continue
-        best = _find_best_alone(record)
-        if all(device in best for device in wanted):
-            return tuple(best[device] for device in wanted)
-    return (None,) * len(wanted)
-
-
-def _find_best_alone(record: Record) -> dict[str, float]:
-    """The highest samples/s of each device alone, by its id."""
-    best: dict[str, float] = {}
-    for seen in (entry.seen for entry in record.seen):
-        if isinstance(seen, Timed) and seen.probe.layout.traits.alone and not seen.probe.layout.length:
-            device = record.header.devices[seen.probe.layout.active[0]].id
-            best[device] = max(best.get(device, 0.0), seen.samples_per_second)
-    return best
 
 
 def _list_ids() -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a batch of any size is cut for the devices: arithmetic that works on numbers and on tensors.
+"""Bounds of the devices' rows in a batch of any size: arithmetic that works on numbers and on tensors.
 
 A plan says how its own global batch is cut; a shorter last batch is cut in the same proportions, inside the graph.
 """
@@ -15,7 +15,7 @@ LARGEST_DENOMINATOR = 10_000  # of a ratio given as a float
 
 
 class Cut:
-    """Where a batch is cut for devices of these weights, in order; weights are whole samples or ratios above 0.
+    """A cut of batches for devices of these weights, in order; weights are whole samples or ratios above 0.
 
     `floors` cuts as `multi_gpu_model` did (each the floor of its part, the last takes the rest); otherwise the
     boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by them. `micros` are the most rows that
@@ -30,7 +30,7 @@ class Cut:
 
     @property
     def in_passes(self) -> bool:
-        """Whether a device may need more than one pass."""
+        """True if a device may need more than one pass."""
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:

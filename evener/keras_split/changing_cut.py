@@ -1,4 +1,4 @@
-"""Where a batch is cut while shares change: variables that the graph of a step reads."""
+"""A cut of batches while shares change: variables that the graph of a step reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """From the next step on, cut by these; `micros` count only if there were some from the beginning."""
+        """Cut by these weights from the next step on; `micros` count only if there were some from the beginning."""
         self.weights, self.total = tuple(shares), sum(shares)
         self.micros = tuple(micros) if self.in_passes else ()
         self._edges.assign(self._list_edges())
@@ -46,7 +46,7 @@ class ChangingCut(Cut):
 
 
 def make_changing(cut: Cut, global_batch: int | None, engine: str) -> ChangingCut:
-    """The same cut, to be changed while an engine trains; RequestError where it can't be."""
+    """The cut as one that can change while an engine trains; RequestError where it can't."""
     if engine != "multiworker":
         raise RequestError(
             f"engine={engine!r} can't rebalance: its devices wait for each other within a step.",

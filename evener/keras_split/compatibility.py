@@ -1,4 +1,4 @@
-"""What an engine can't train exactly: found before the first step, and refused in a sentence with its remedy."""
+"""Checks of models that an engine can't train exactly: they are refused before the first step, with a remedy."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def all_layers(model: Any) -> list[Any]:
 
 
 def overrides(model: Any, name: str) -> bool:
-    """Whether the model's class has its own method in place of Keras'."""
+    """True if the model's class has a method of its own in place of Keras'."""
     return getattr(type(model), name) not in (getattr(keras.Model, name), getattr(keras.Sequential, name))
 
 
@@ -223,10 +223,10 @@ def _check_optimizer(optimizer: Any) -> None:
             )
 
 
-def list_normalizations(model: Any, synchronized: bool = False) -> list[Any]:
-    """The layers that normalize over rows."""
-    normal = keras.layers.BatchNormalization
-    return [each for each in all_layers(model) if isinstance(each, normal) and each.synchronized == synchronized]
+def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
+    """The layers that normalize over rows: those of each replica, the synchronized ones, or with None all."""
+    found = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
+    return [each for each in found if synchronized in (None, each.synchronized)]
 
 
 def _refuse_synchronized(model: Any, remedy: str) -> None:

@@ -31,7 +31,7 @@ Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last ->
 class ArrayBatches:
     """Nested arrays of (x, y, weight), as far as they are given, `batch` rows a step and the rest in a last one.
 
-    `rows` makes an epoch of so many rows by repeating the arrays. RequestError for arrays of unequal or no rows.
+    `rows` is the length of an epoch, for which the arrays are repeated. RequestError for arrays of unequal or no rows.
     """
 
     def __init__(self, data: Any, batch: int, shuffle: bool = False, seed: int = 0, rows: int | None = None) -> None:
@@ -64,7 +64,7 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """A dataset of `DealtArrays`: global batches whose rows, of so many tokens each, are dealt to devices."""
+        """A dataset of `DealtArrays`: global batches whose rows, of these `tokens`, are dealt to devices."""
 
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
             places = self._places(epoch, start, stop)
@@ -131,7 +131,7 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """Whether every leaf of x is an array or a tensor, rather than a dataset or a generator."""
+    """True if every leaf of x is an array or a tensor, rather than a dataset or a generator."""
     datasets = tf.data.Dataset | tf.distribute.DistributedDataset
     return not isinstance(x, datasets) and all(hasattr(e, "shape") and hasattr(e, "dtype") for e in tf.nest.flatten(x))
 
@@ -162,7 +162,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 
 
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
-    """Whether a dataset's elements are batches, not single samples; None where shapes don't tell.
+    """True if a dataset's elements are batches, False for single samples, None where shapes don't tell.
 
     `inputs` are those of the model, if it has them already.
     """
@@ -223,7 +223,7 @@ def _gather(tensors: Any, places: Any) -> Any:
 
 
 def _to_tensor(array: Any) -> Any:
-    """In host memory, floats in Keras' float type, as fit converts them."""
+    """A tensor in host memory, floats in Keras' float type, as fit converts them."""
     with tf.device("CPU:0"):
         tensor = array if isinstance(array, tf.RaggedTensor) else tf.convert_to_tensor(array)
         return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

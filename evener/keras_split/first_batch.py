@@ -5,7 +5,9 @@ Nothing is drawn from the user's pipeline that the training doesn't train on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -13,10 +15,14 @@ import keras
 import msgspec
 import tensorflow as tf
 
+from evener.errors import RequestError
+from evener.keras_split.compatibility import list_normalizations
 from evener.keras_split.dealt_arrays import DealtArrays
-from evener.keras_split.measuring import measure
-from evener.keras_split.nested_rows import OwnRows, Tensors
-from evener.keras_split.part_kinds import PartKinds, refuse_everywhere, refuse_partial
+from evener.keras_split.engines.keras_step import call_model, own_loss
+from evener.keras_split.measuring import MOST_ROWS, measure
+from evener.keras_split.nested_rows import OwnRows, Tensors, cut_rows, take_rows
+from evener.keras_split.part_kinds import PartKinds, refuse_everywhere, refuse_partial, refuse_replicas
+from evener.keras_split.traceless import traceless
 
 PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
@@ -63,13 +69,51 @@ def check_batch(engine: Any, first: Tensors, device: str, training: bool = True)
         refuse_partial(found, engine.name, in_passes)
 
 
+def check_replicas(engine: Any, first: Tensors) -> None:
+    """Measure rows before replicas train, whose steps have no whole batch; RequestError for what isn't exact."""
+    model = engine.model
+    if engine.name != "mirrored" or model.train_function is not None or first is None:
+        return
+    triple = keras.utils.unpack_x_y_sample_weight(first)
+    sparse = any(map(_is_not_dense, tf.nest.flatten(triple)))
+    rows = None if sparse else MOST_ROWS  # a batch of a dataset; arrays, which may be large, are dense
+    batch = tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each, rows), triple)
+    if not model.built:
+        with model.distribute_strategy.scope():
+            model(cut_rows(batch[0], 0, 1), training=False)
+    found = measure(model, batch, training=True, partial=True)
+    refuse_everywhere(found, model)
+    _refuse_undefined(model, *batch)
+    normal = [state for layer in list_normalizations(model, None) for state in layer.non_trainable_variables]
+    refuse_replicas(found, model, [state.path for state in normal])
+
+
+def _refuse_undefined(model: Any, x: Tensors, y: Tensors, weight: Any) -> None:
+    """Refuse a loss that is no number for no rows, which a replica has in a short batch."""
+    loss = 0.0
+    with traceless(model), suppress(Exception):  # what fails says nothing here: the step will say it
+        outputs = call_model(model, cut_rows(x, 0, 1), True)
+
+        @tf.function  # type: ignore[untyped-decorator]  # where Keras knows of no rows before, it reduces them otherwise
+        def compute(rows: Any) -> Any:
+            own = [each if each is None else take_rows(each, rows) for each in (y, outputs, weight)]
+            return own_loss(model, (), (x, *own), True)
+
+        loss = float(compute(tf.constant(0))) if y is not None else 0.0
+    if not math.isfinite(loss):
+        raise RequestError(
+            f"engine='mirrored' can't compute this loss for a device that has no rows of a short batch: it is {loss}.",
+            "Give a number for each row, or use engine='towers'.",
+        )
+
+
 def _is_partial(engine: Any, training: bool) -> bool:
-    """Whether losses are computed of parts of a batch."""
+    """True if losses are computed of parts of a batch."""
     return bool(engine.name == "multiworker" or (training and engine.cut.in_passes))
 
 
 def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds:
-    """What is measured; in a group by the process that has most rows, for all of them."""
+    """The model's measured properties; in a group, the process with most rows measures for all."""
     group, weights = getattr(engine, "group", None), engine.cut.weights
     chosen = weights.index(max(weights))
     text = b""
@@ -84,5 +128,12 @@ def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds
     return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
 
 
-def _to_tensor(each: Any) -> Any:
-    return each if isinstance(each, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(each)
+def _to_tensor(each: Any, rows: int | None = None) -> Any:
+    """A tensor of the first `rows`, or of all; tensors that aren't dense stay as they are."""
+    if _is_not_dense(each):
+        return each
+    return tf.convert_to_tensor(each if rows is None else each[:rows])
+
+
+def _is_not_dense(each: Any) -> bool:
+    return isinstance(each, tf.SparseTensor | tf.RaggedTensor)

@@ -38,7 +38,7 @@ from evener.keras_split.data import (
 )
 from evener.keras_split.dealt_arrays import DealtArrays, check_padding
 from evener.keras_split.engines.keras_step import warn_of_own_loop
-from evener.keras_split.first_batch import measure_first
+from evener.keras_split.first_batch import check_replicas, measure_first
 from evener.keras_split.group_fit import group_callbacks, save_whole
 from evener.keras_split.nested_rows import from_frame
 from evener.keras_split.same_data import check_same_arrays
@@ -46,7 +46,7 @@ from evener.plan.check import check_global_batch
 
 
 class FitHooks:
-    """What replaces methods of a model so that an engine trains it; `batches` and `deal` are the split's.
+    """Methods that replace a model's own so that an engine trains it; `batches` and `deal` are the split's.
 
     `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays. With
     passes, `pass_rows` are the rows of the largest, and `evaluated` those of a batch to evaluate.
@@ -115,7 +115,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """As Keras does, after refusing what the engine can't do, and without XLA, which is for one device."""
+        """Make a function as Keras does, without XLA, which is for one device; refuse what the engine can't do."""
         model, engine = self.model, self.engine.name
         if name == "make_train_function":
             if self._pass_rows is not None:
@@ -181,22 +181,22 @@ class FitHooks:
         return type(self.model).evaluate(*call.args, **call.kwargs)
 
     def on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As Keras' method of this name, on weights that exist and are the same in every process."""
+        """Keras' method of this name, on weights that exist and are the same in every process."""
         self._build(x)
         return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def predict_on_batch(self, x: Any) -> Any:
-        """As Keras does on one device; under a strategy it would predict the whole batch on each replica."""
+        """Predict as Keras does on one device; under a strategy each replica would predict the whole batch."""
         return self.model.predict(x, batch_size=array_rows(x), verbose=0)
 
     def compile_config(self) -> Any:
-        """As Keras does; clone_model asks for it too, and makes a model that isn't split."""
+        """The model's own compile config; clone_model asks for it too, and makes a model that isn't split."""
         if any(frame.f_code.co_name == "clone_model" for frame, _ in traceback.walk_stack(None)):
             self._warn_of_copy()
         return type(self.model).get_compile_config(self.model)
 
     def reduce(self) -> Any:
-        """What copy.deepcopy and pickle ask for: a model that isn't split."""
+        """Reduce the model to one that isn't split, for copy.deepcopy and pickle."""
         self._warn_of_copy()
         kind: Any = type(self.model)
         return kind.__reduce__(self.model)
@@ -217,8 +217,7 @@ class FitHooks:
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
         """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
-        size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
-        self.batch = size
+        self.batch = size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
@@ -231,10 +230,10 @@ class FitHooks:
                 "Give validation_data, or use engine='towers'.",
             )
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
+        check_replicas(self.engine, data)
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
-        settings = [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")]
-        check_same_arrays(self.group, data, size, settings)
+        check_same_arrays(self.group, data, size, [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")])
         endless = chosen["steps_per_epoch"] is None or self.group is None
         steps = chosen["steps_per_epoch"] = chosen["steps_per_epoch"] or arrays.steps
         self.samples = arrays.rows if steps == arrays.steps else None
@@ -279,6 +278,7 @@ class FitHooks:
                 raise RequestError(
                     "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
                 )
+            check_replicas(self.engine, next(iter(chosen["x"]), None))
             repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
             chosen["steps_per_epoch"] = count_steps(chosen["x"], chosen, "steps_per_epoch")
             chosen["x"] = self._deal(repeated)

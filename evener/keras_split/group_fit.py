@@ -1,4 +1,4 @@
-"""What a group does around its steps as one process would: start from one state, stop together, write files once."""
+"""A group's fit around its steps, as one process would do it: start from one state, stop together, write files once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self._backup = backup
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """After what the first process has restored."""
+        """Begin with what the first process has restored."""
         if self._backup is not None:
             _match_epoch(self._backup)
         epoch = getattr(self.model, "_initial_epoch", None) or 0
@@ -52,10 +52,10 @@ class Together(kinds.Callback):  # type: ignore[misc]
 
 
 class TogetherEachBatch(Together):
-    """The same where callbacks may stop in the middle of an epoch."""
+    """Callback that stops all processes after the same batch, where callbacks may stop in the middle of an epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """One more sum between the processes."""
+        """Stop together, at the price of one more sum between the processes."""
         self.agree()
 
 
@@ -77,7 +77,7 @@ def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], Non
 
 
 def _may_stop(callback: Any) -> bool:
-    """Whether a callback looks at batches, and isn't one of Keras' that do the same in every process."""
+    """True if a callback looks at batches, and isn't one of Keras' that do the same in every process."""
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
     own = (name in vars(callback) or getattr(kind, name) is not getattr(kinds.Callback, name) for name in BATCH_HOOKS)
@@ -91,7 +91,7 @@ def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool
 
 
 def _save_backup(backup: Any) -> None:
-    """As BackupAndRestore does, but killed at any moment it leaves weights, and says of which epoch they are."""
+    """Save as BackupAndRestore does, but a process that is killed at any moment leaves the weights of a known epoch."""
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = getattr(backup, "saved", backup.model._initial_epoch or 0)
@@ -110,7 +110,7 @@ def _match_epoch(backup: Any) -> None:
 
 
 def save_whole(rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
-    """`save` or `save_weights` in one step: whoever reads the file, or is killed meanwhile, has a whole one."""
+    """`save` or `save_weights` in one step: a reader, or a process that is killed meanwhile, has a whole file."""
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):

@@ -1,4 +1,4 @@
-"""What the processes of a Keras group settle before they train: whose share is whose, and whether shares change."""
+"""Agreement of a Keras group's processes before they train: whose share is whose, and whether shares change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By what the loss of a batch adds up from those of its parts: measured on outputs that exist, with changed labels too.
+"""The kind of a batch's loss as a sum of its parts' losses: measured on outputs that exist, with changed labels too.
 
 Labels of one class or masks of one length would hide what a loss is a mean over, so they are changed until they tell.
 """
@@ -67,7 +67,7 @@ def kind_of(whole: float, parts: Sequence[float], sizes: Sequence[int]) -> str:
 
 
 def count_all(model: Any, y: Tensors, outputs: Tensors, weight: Any) -> dict[str, Any]:
-    """What these rows have of all that a mean may be over beside rows, as float tensors."""
+    """Counts of these rows that a mean may be over besides rows, as float tensors by name."""
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
     mask = next((each for each in masks if each is not None), None)
@@ -106,14 +106,14 @@ def _read(
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Keras or TensorFlow says, without where."""
+    """The message of an error of Keras or TensorFlow, without the place."""
     plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
     lines = [line.strip() for line in plain.splitlines() if line.strip() and not line.startswith("Exception encounter")]
     return lines[0] if lines else type(error).__name__
 
 
 def _is_computed(model: Any, batch: Sequence[Any], losses: Sequence[Any], training: bool) -> bool:
-    """Whether the loss of the whole batch can be computed; if not, the step will say why."""
+    """True if the loss of the whole batch can be computed; if not, the step will say why."""
     x, y, weight, outputs = batch
     with traceless(model), suppress(Exception):
         own_loss(model, losses, (x, y, outputs, weight), training)
@@ -173,7 +173,7 @@ def _other_labels(y: Any, outputs: Any) -> Any:
 
 
 def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
-    """Whole labels of which each row has more padding than the one before."""
+    """Whole labels, each row with more padding than the one before."""
     if not _are_whole(y) or y.ndim < 2 or y.shape[-1] < 2:
         return y
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
@@ -181,7 +181,7 @@ def _padded_labels(padding: int, y: Any, _outputs: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """The same outputs, of whose rows the first 1, 2, 3... steps are left."""
+    """A copy of the outputs whose masks leave the first 1, 2, 3... steps of their rows."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

@@ -26,7 +26,7 @@ HALF_DIFFERS = 5e-2
 
 
 class CallResult(NamedTuple):
-    """What a call on some rows gave."""
+    """The outputs, losses and states of a call on some rows."""
 
     outputs: Tensors
     losses: list[Any]  # of layers
@@ -35,7 +35,7 @@ class CallResult(NamedTuple):
 
 
 def measure(model: Any, data: Tensors, training: bool, partial: bool, whole: int = 0) -> PartKinds:
-    """What is found with the first rows, (x, y, weight), of a batch of `whole`; `partial`: its parts have own losses.
+    """Compare parts of the first rows, (x, y, weight), with all of them; `partial`: parts of a batch have own losses.
 
     What fails on the whole batch too says nothing here: the step will say it, and else there was a warning.
     """
@@ -61,7 +61,7 @@ def _add_row(row: Any) -> Any:
 
 
 def _fault_of_rows(model: Any, x: Tensors, training: bool, rows: int, batch: int, error: Exception) -> PartKinds:
-    """What it means that some rows can't be computed alone."""
+    """The fault of a model that can't compute some rows alone."""
     own = int(keras.tree.flatten(x)[0].shape[0])
     try:
         if rows >= own:
@@ -94,7 +94,7 @@ def _call(model: Any, x: Tensors, training: bool, states: dict[int, Any] | None 
 
 
 def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: bool, partial: bool) -> PartKinds:
-    """What two parts of these rows have in common with the whole."""
+    """Compare two parts of these rows with the whole."""
     x, edges = data[0], (0, max(1, 3 * rows // 8), rows)
     sizes = (edges[1], rows - edges[1])
     cut = [cut_rows(x, start, stop) for start, stop in pairwise(edges)]
@@ -118,7 +118,7 @@ def _compare(model: Any, data: Tensors, rows: int, whole: CallResult, training: 
 
 
 def _find_fault(whole: Tensors, parts: list[Tensors], rows: int, sizes: tuple[int, ...]) -> str:
-    """Why outputs can't be put together from those of parts; "" if they can."""
+    """The reason why outputs can't be put together from those of parts; "" if they can."""
     for one, *each in zip(keras.tree.flatten(whole), *map(keras.tree.flatten, parts), strict=True):
         if one.shape.rank == 0:
             return "An output of the model is a single number, so it can't be put together from the devices' rows."
@@ -145,7 +145,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
-    """Whether the same rows have other outputs when they are called again."""
+    """True if the same rows have other outputs when they are called again."""
     again = _call(model, x, True)
     pairs = zip(keras.tree.flatten(whole.outputs), keras.tree.flatten(again.outputs), strict=True)
     return not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs)
@@ -154,7 +154,7 @@ def _is_random(model: Any, x: Tensors, whole: CallResult) -> bool:
 def _judge_states(
     model: Any, starts: dict[int, Any], whole: CallResult, parts: list[CallResult], sizes: tuple[int, ...]
 ) -> dict[int, str]:
-    """By what the changes of each assigned state add up, from these values; of BatchNormalization, by rows."""
+    """The way in which the changes of each assigned state add up; those of BatchNormalization do by rows."""
     normal = {id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables}
     every = model.non_trainable_variables
     found = {place: ROWS for place, state in enumerate(every) if id(state) in normal}

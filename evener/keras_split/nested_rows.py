@@ -17,7 +17,7 @@ Tensors = Any  # nested tensors, as Keras passes them to a train step
 
 
 class OwnRows(NamedTuple):
-    """What one process of a group computes of a global batch; at least one row, of which `size` count."""
+    """One process' rows of a global batch; at least one row, of which `size` count."""
 
     data: Tensors
     size: Any  # own rows that count
@@ -60,7 +60,7 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """As many `rows` as the whole batch has, of zeros but for these, which begin at `start`."""
+    """These rows from `start` on, among zeros for the other `rows` of the whole batch."""
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 

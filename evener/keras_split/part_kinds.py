@@ -1,7 +1,8 @@
-"""What was measured of a model before its first step, and what an engine refuses for it, in a sentence."""
+"""A model's measured kinds of losses and states, and what an engine refuses for them before the first step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ _ALONE = "Leave that out, or train on one device."
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """What parts of a batch have in common with the whole; as it is here, every loss is a mean over rows.
+    """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
 
     `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of COUNTS, or OTHER.
     `states` has the same for the changes of states by their place in `model.non_trainable_variables`: ROWS, SUM, SAME.
@@ -29,7 +30,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     fault: str = ""  # why no engine can put parts together
 
     def added_kind(self, place: int) -> str:
-        """By what an added loss adds up."""
+        """The way in which an added loss adds up."""
         return self.added[place] if place < len(self.added) else ROWS
 
 
@@ -45,6 +46,22 @@ def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
             f"A plan with passes can't weight this loss exactly: it is a mean over {over[found.loss]}, not over rows.",
             NO_PASSES,
         )
+
+
+def refuse_replicas(found: PartKinds, model: Any, normal: Sequence[str]) -> None:
+    """Refuse what a strategy's replicas, which average, get wrong; `normal` are the states of normalization layers."""
+    if found.loss != ROWS:
+        seen = found.seen or "It isn't a mean over rows."
+        raise RequestError(f"engine='mirrored' can't weight this loss exactly. {seen}", TOWERS)
+    if any(kind != ROWS for kind in found.added):
+        raise RequestError(f"engine='mirrored' can't weight a loss that a layer of {model.name} adds as a sum.", TOWERS)
+    for place, kind in found.states.items():
+        path = model.non_trainable_variables[place].path
+        if kind != SAME and path not in normal:
+            raise RequestError(
+                f"A call of the model assigns {path} by the rows of its batch, which engine='mirrored' can't add up.",
+                TOWERS,
+            )
 
 
 def refuse_everywhere(found: PartKinds, model: Any) -> None:

@@ -36,7 +36,7 @@ class GroupRebalancer:
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:
-        """So many steps were trained; every process calls it after the same ones."""
+        """Note that this number of steps was trained; every process calls it after the same ones."""
         self._steps += steps
         if self._steps < WINDOW_STEPS:
             return

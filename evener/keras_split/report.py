@@ -72,7 +72,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._reporter.close()
 
     def _own(self, samples: int) -> int:
-        """Those of this process."""
+        """The samples of this process."""
         split = self._split
         return samples if self._given[0] or not split or not split.group else split.cut.sizes(samples)[split.group.rank]
 
@@ -92,7 +92,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return labels | {"devices": [msgspec.structs.replace(split.rank_shares[rank], **now)]}
 
     def _describe(self) -> Details:
-        """How a process of a group spends its steps; where one process trains on all devices, that isn't seen."""
+        """The times of a step in a process of a group; none where one process trains on all devices."""
         hooks = getattr(self.model.fit, "hooks", None)
         if hooks is None or not isinstance(hooks.engine, Workers):
             return Details()

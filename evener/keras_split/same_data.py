@@ -1,4 +1,4 @@
-"""Whether the processes of a group have the same data: digests of batches, compared."""
+"""Check that the processes of a group have the same data: digests of batches, compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
 
 
 def digest_labels(data: Any) -> Any:
-    """Of a batch's labels, in each step; else of its inputs, which every process may change at random."""
+    """A digest of a batch's labels, or of its inputs without labels: every process may change inputs at random."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
     with tf.device("CPU:0"):
         leaves = tf.nest.flatten(x if y is None else y, expand_composites=True)

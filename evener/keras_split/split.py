@@ -38,7 +38,7 @@ ONE_PROCESS = "The plan was measured with a process for each device; this is one
 
 
 class Split:
-    """How one training is divided among several devices; `build` or `model` makes a Keras model train so.
+    """A training divided among several devices; `build` or `model` makes a Keras model train so.
 
     `Split("plan.toml")` takes devices and shares from a plan, `Split()` from that of evener launch.
     `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to `multi_gpu_model`; `devices` takes
@@ -112,7 +112,7 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where the model and its optimizer must be made: the mirrored strategy's scope, or the first device."""
+        """The scope in which the model and its optimizer must be made: the mirrored strategy's, or the first device."""
         if self.strategy is not None:
             scope: AbstractContextManager[Any] = self.strategy.scope()
             return scope

@@ -1,4 +1,4 @@
-"""How long each process of a group works on its own in a step: noted inside the step's graph, read now and then.
+"""Own work of each process of a group in a step: timed inside the step's graph, read now and then.
 
 Every process' own work goes through the sum of the gradients, so that all of them know all figures, and the same ones.
 """
@@ -22,13 +22,13 @@ class GroupStep(NamedTuple):
 
     number: int
     rows: int  # of the whole batch
-    began: float  # with its rows in hand; seconds since the epoch
+    began: float  # when it had its rows; seconds since the epoch
     waiting_s: float  # of this process, from its last gradient until the sum over all
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
 
 
 class StepSummary(NamedTuple):
-    """Of this process; 0 where nothing was trained yet."""
+    """Typical times of this process' steps; 0 where nothing was trained yet."""
 
     work: DeviceTimes
     step_s: float
@@ -46,7 +46,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 3 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """When these were computed: seconds since the epoch, in the graph."""
+        """Seconds since the epoch when these tensors were computed, in the graph."""
         with tf.control_dependencies(tensors):
             last = tf.reshape(tensors[-1], [-1])[:1]  # on its device, which computes in order
         with tf.device(HOST), tf.control_dependencies([tf.identity(last)]):
@@ -67,7 +67,7 @@ class WorkTimes:
             self._count.assign_add(1)
 
     def summarize(self) -> StepSummary:
-        """Of the steps that are kept."""
+        """Summarize the steps that are kept."""
         steps = self.read()
         if not steps:
             return StepSummary(DeviceTimes(), 0.0, 0.0)

@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from evener.system.state_folders import make_private
+
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200
 MOST_FILES = 4096
@@ -33,7 +35,7 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """One device of a training: its part of each global batch and of the samples/s, and how it spends a step."""
+    """A device of a training: its part of each global batch and of the samples/s, and how it spends a step."""
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
     index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]  # as its framework counts; -1: unknown
@@ -88,7 +90,7 @@ class LiveRecord(msgspec.Struct, frozen=True):
     doing: Doing = ""  # of it, then; empty while steps end, and of a process that is stopped
 
     def late_seconds(self, at_seconds: float) -> float:
-        """For how long its next record has been due."""
+        """Seconds for which the next record has been due."""
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
@@ -123,13 +125,6 @@ def file_name(pid: int, ticks: int, serial: int) -> str:
     return f"{pid}.{ticks}.{serial}.json"
 
 
-def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
-    if not folder.is_dir():
-        make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-
-
 def prepare_folder(folder: Path) -> None:
     """Make the folder for this user alone and remove files of dead processes; OSError if another user owns it."""
     make_private(folder)
@@ -152,13 +147,13 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
+    """The start of a process in clock ticks since boot; None if it is gone, a zombie, or can't be seen."""
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """What follows the name in /proc/PID/stat: the state first; nothing if the process is gone or can't be seen."""
+    """The fields behind the name in /proc/PID/stat, the state first; none if the process is gone or can't be seen."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
             return stream.read(4096).rpartition(b")")[2].split()
@@ -167,7 +162,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """At most 200 characters, all printable."""
+    """The text in at most 200 characters, all printable."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 

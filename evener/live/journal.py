@@ -1,4 +1,4 @@
-"""What a training keeps of itself, if asked: its steps/s, changes of shares and restarts, as JSON lines among the runs.
+"""The journal of a training that asks for one: its steps/s, changes of shares and restarts, as JSON lines in a run.
 
 The launcher names the run, so a training that starts again goes on in the same file. A folder or disk that can't be
 written is one warning, and the training goes on.
@@ -43,7 +43,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
-    """How fast it was in the last seconds."""
+    """The training's speed in the last seconds."""
 
     at: At
     step: Count  # since the processes began
@@ -58,7 +58,7 @@ class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry")
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """It ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
+    """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
     at: At
     failure: str = ""  # the exception, its first line

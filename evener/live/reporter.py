@@ -1,4 +1,4 @@
-"""How a training reports its samples/s to the monitor: count each step, write a small file at most twice a second.
+"""The reporter of a training's samples/s: it counts each step and writes a small file at most twice a second.
 
 Reporting never disturbs a training: it takes less than 0.1 % of its time and ignores a full disk or missing folder.
 """
@@ -55,7 +55,7 @@ Devices = Sequence[str | int | Share]
 
 
 class Details(NamedTuple):
-    """What a training says of itself beside its samples/s; fields are those of LiveRecord and LiveDevice."""
+    """A training's figures besides its samples/s; fields are those of LiveRecord and LiveDevice."""
 
     training: str = ""
     rank: int = -1
@@ -70,7 +70,7 @@ class Details(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """What was counted until then."""
+    """The counts at a moment."""
 
     at: float  # monotonic seconds
     samples: int
@@ -227,7 +227,7 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Until `ended`: where no step ends in time, what the process is at; one that is stopped says nothing."""
+        """Say until `ended` what the process is at where no step ends in time; one that is stopped says nothing."""
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
                 record, (batch, doing), late = self._record, now(), time.monotonic() - self._reported_at
@@ -287,7 +287,7 @@ def _describe(
 
 
 def _identify(device: str | int | Share) -> LiveDevice:
-    """Which device it is, and its samples per step and pass."""
+    """A device's identity, and its samples per step and pass."""
     if isinstance(device, Share):
         index, host = max(-1, device.index), clean(device.host)
         curve = device.curve if len(device.curve) <= MOST_KNOTS else ()

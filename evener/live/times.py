@@ -1,4 +1,4 @@
-"""What the last steps of one device say of it in a live record."""
+"""A device's times in a live record, from its last steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DeviceTimes(NamedTuple):
-    """How a device spends a step; fields are those of LiveDevice."""
+    """A device's times in a step; fields are those of LiveDevice."""
 
     own_work_s: float = 0.0
     waiting_s: float = 0.0
@@ -17,7 +17,7 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Of steps with these seconds of own work and waiting."""
+    """Sum up steps with these seconds of own work and waiting."""
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 

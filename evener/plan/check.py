@@ -1,4 +1,4 @@
-"""Whether a plan fits the training that uses it: its devices, model, processes and batch."""
+"""Checks that a plan fits the training that uses it: its devices, model, processes and batch."""
 
 from __future__ import annotations
 

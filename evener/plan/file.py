@@ -95,7 +95,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the search for the plan took."""
+    """The cost of the search for the plan."""
 
     probes: int
     out_of_memory: int
@@ -105,7 +105,7 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the figures were measured on; another machine or model needs another plan."""
+    """The machine and model that the figures were measured on; others need another plan."""
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -160,12 +160,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self,
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
-        schema: int | None = None,
     ) -> None:
         """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
-        write_atomically(target, to_toml(self, schema) if chosen == "toml" else to_json(self, schema))
+        write_atomically(target, to_toml(self) if chosen == "toml" else to_json(self))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
@@ -187,89 +186,51 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
         ) from None
-    if plan.schema == 1:
-        plan = _upgrade(plan)
+    plan = _upgrade(plan)
     _check_numbers(plan, source)
     return plan
 
 
-def to_toml(plan: Plan, schema: int | None = None) -> bytes:
-    """The plan as TOML, with the schema first; PlanError if `schema` is an older one that can't say it."""
+def to_toml(plan: Plan) -> bytes:
+    """The plan as TOML, with the schema first."""
     import tomli_w
 
-    text: str = tomli_w.dumps(_ordered(plan, schema))
+    text: str = tomli_w.dumps(_ordered(plan))
     return _PAIR.sub(r"[\1, \2]", text).encode()
 
 
-def to_json(plan: Plan, schema: int | None = None) -> bytes:
+def to_json(plan: Plan) -> bytes:
     """The plan as indented JSON, with the same keys as the TOML."""
-    text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan, schema)), indent=2)
+    text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2)
     return text + b"\n"
 
 
-def _ordered(plan: Plan, schema: int | None) -> dict[str, Any]:
-    data: dict[str, Any] = as_unicode(msgspec.to_builtins(plan))
-    for share in _all_shares(data):
-        for key in ("cost", "tokens", "host", "curve", "most"):
-            if not share[key]:
-                del share[key]
-    if (schema or plan.schema) == 1:
-        _write_as_schema_1(data)
+def _ordered(plan: Plan) -> dict[str, Any]:
+    data: dict[str, Any] = as_unicode(msgspec.to_builtins(_upgrade(plan)))
+    for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
+        for share in layout["share"]:
+            for key in ("cost", "tokens", "host", "curve", "most"):
+                if not share[key]:
+                    del share[key]
     return {"schema": data.pop("schema"), **data}
 
 
-def _all_shares(data: dict[str, Any]) -> list[dict[str, Any]]:
-    layouts = (data["layout"], *(rival["layout"] for rival in data["evidence"]))
-    return [share for layout in layouts for share in layout["share"]]
-
-
-def _write_as_schema_1(data: dict[str, Any]) -> None:
-    """Make it a plan of schema 1, which has no passes, cost or hosts; rivals that need them are left out."""
-    data["schema"] = 1
-    data["evidence"] = [rival for rival in data["evidence"] if not any(map(_is_of_schema_2, rival["layout"]["share"]))]
-    for rival in data["evidence"]:
-        for key in ("tie", "gain", "paired"):
-            rival.pop(key, None)
-    for figure in (data["throughput"], *(rival["throughput"] for rival in data["evidence"])):
-        for key in ("tokens_per_second", "padding", "samples_per_joule", "active_watts", "idle_watts"):
-            figure.pop(key, None)
-    for share in _all_shares(data):
-        if "host" in share:
-            raise PlanError(
-                f"Schema 1 is for one machine, and {share['device']} is on {share['host']}.", "Export schema 2."
-            )
-        if "cost" in share:
-            raise PlanError(
-                f"Schema 1 has shares of rows, and {share['device']} has one of cost by length.", "Export schema 2."
-            )
-        if _is_of_schema_2(share):
-            raise PlanError(
-                f"Schema 1 has no passes, and {share['device']} computes {share['batch']} rows in passes of"
-                f" {share['micro']}.",
-                "Export schema 2, or make a plan with evener balance --micro off.",
-            )
-        for key in ("micro", "curve", "most"):
-            share.pop(key, None)
-
-
-def _is_of_schema_2(share: dict[str, Any]) -> bool:
-    return "cost" in share or "host" in share or 0 < share["micro"] < share["batch"]
-
-
 def _upgrade(plan: Plan) -> Plan:
-    """A plan of schema 1 in today's."""
+    """The plan in today's schema; a journal may hold one of schema 1."""
+    if plan.schema == SCHEMA:
+        return plan
     evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade_layout(rival.layout)) for rival in plan.evidence)
     return msgspec.structs.replace(plan, schema=SCHEMA, layout=_upgrade_layout(plan.layout), evidence=evidence)
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Each share is one pass."""
+    """The layout with every share in one pass."""
     shares = (msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share)
     return msgspec.structs.replace(layout, share=tuple(shares))
 
 
 def as_unicode(data: Any) -> Any:
-    """The same data; bytes of a file name that aren't text become question marks, as no file format holds them."""
+    """A copy of the data with a question mark for each byte of a file name that isn't text: no file format holds it."""
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
     if isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""How a plan's workload lies on its devices: the shares of each global batch, and whether their figures agree."""
+"""The layout of a plan: the shares of each global batch on its devices, and checks that their figures agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bend
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What is the same of all layouts of a kind."""
+    """The traits that all layouts of a kind share."""
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices, in step
@@ -37,7 +37,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     @property
     def by_shares(self) -> bool:
-        """Whether it is one training, whose devices have shares of each batch."""
+        """True for one training whose devices have shares of each batch."""
         return self.alone or self.together
 
 
@@ -73,12 +73,12 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU: neither a slice of the CPU nor simulated."""
+        """True for a GPU: neither a slice of the CPU nor a simulated device."""
         return self.device.upper().startswith(GPU_IDS)
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the workload lies on the devices of the request, in their order."""
+    """The workload's layout on the devices of the request, in their order."""
 
     kind: Kind
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
@@ -92,7 +92,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def traits(self) -> Traits:
-        """What follows from its kind."""
+        """The traits of its kind."""
         return KINDS[self.kind]
 
     @property
@@ -112,7 +112,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_cost(self) -> bool:
-        """Whether shares are of what rows cost by their length, not of rows."""
+        """True if shares are of cost, which depends on the lengths of rows, not of rows."""
         return any(share.cost is not None for share in self.active)
 
 
@@ -212,7 +212,7 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """Whether it is none, or one of finite figures, rising in rows, and above 0 s in the end."""
+    """True for no knots, or for finite ones that rise in rows and end above 0 s."""
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)

@@ -27,7 +27,7 @@ def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """The curve of a device that takes so many times as long."""
+    """The curve of a device that takes `factor` times as long."""
     return Curve(curve.batches, tuple(time * factor for time in curve.times), curve.slope * factor)
 
 

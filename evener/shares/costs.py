@@ -1,4 +1,4 @@
-"""What rows of unequal length cost: the seconds of a pass by its rows and its longest row."""
+"""Costs of rows of unequal length: the seconds of a pass by its rows and its longest row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a device computes in a step of rows of unequal length, on average over steps."""
+    """A device's work in a step of rows of unequal length, on average over steps."""
 
     tokens: float  # without padding
     passes: float
@@ -25,31 +25,31 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Of one pass of `rows` rows, each padded to `length` tokens."""
+        """Seconds of one pass of `rows` rows, each padded to `length` tokens."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
-        """Of one more row in a pass that is padded to `length` tokens."""
+        """Seconds of one more row in a pass that is padded to `length` tokens."""
         return length * (self.per_token_s + self.per_token_length_s * length)
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
-        """The same for each of these lengths."""
+        """Seconds of one more row, for each of these lengths."""
         token, token_length = self.per_token_s, self.per_token_length_s
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Of the passes of a step."""
+        """Seconds of all passes of a step."""
         passes = self.fixed_s * work.passes
         return passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
 
     def is_valid(self) -> bool:
-        """Whether its seconds are finite, 0 or above, and not all 0."""
+        """True if the seconds are finite, 0 or above, and not all 0."""
         figures = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(math.isfinite(each) and each >= 0 for each in figures) and any(figures)
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """What passes cost one rank, and how large a pass it can hold; 0 is no limit."""
+    """The cost of passes on one rank, and the largest pass that it can hold; 0 is no limit."""
 
     cost: Cost
     tokens: int = 0  # the most padded tokens of one pass

@@ -41,7 +41,7 @@ class Curve(msgspec.Struct, frozen=True):
         return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """The same for a part of a sample, and without a ceiling."""
+        """The most samples that take no longer than `seconds`, without a ceiling; the last one may be a part."""
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
@@ -59,17 +59,17 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def bent(self) -> bool:
-        """Whether it has a knee or a bend."""
+        """True if the curve has a knee or a bend."""
         return len(self.batches) > 2 or self.flat
 
     @property
     def flat(self) -> bool:
-        """Whether it begins level, up to a knee."""
+        """True if the curve begins level, up to a knee."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """Answers as a `Curve` does."""
+    """The curve of a device that takes large shares in several passes; it answers as a `Curve` does."""
 
     curve: Curve
     wall: int  # the largest share in one pass
@@ -78,11 +78,11 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def simple(self) -> bool:
-        """Whether the curve of one pass is."""
+        """True if the curve of one pass is simple."""
         return self.curve.simple
 
     def passes(self, share: float) -> int:
-        """One where the share fits at once, else as few as `rows` allows."""
+        """The number of passes: one where the share fits at once, else as few as `rows` allows."""
         return 1 if share <= self.wall else math.ceil(share / self.rows)
 
     def seconds(self, share: float) -> float:
@@ -106,12 +106,12 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """As of a `Curve`: those of one pass, then where every pass is full."""
+        """The batches at which one pass bends, then those at which every pass is full."""
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [*self.curve.breakpoints(min(ceiling, self.wall)), *map(self.seconds, full), self.seconds(ceiling)]
         return sorted(set(times))
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Seconds of a step of `share` samples in so many passes."""
+    """Seconds of a step of `share` samples in this number of passes."""
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

@@ -23,7 +23,7 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """The largest batch in the proportions of `shares` of which no device has more rows than in one pass."""
+    """The largest batch in the proportions of `shares` that gives no device more rows than one pass holds."""
     return min(micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share)
 
 

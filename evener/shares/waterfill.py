@@ -14,7 +14,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,12 +25,13 @@ HALVINGS = 48  # of an interval of finish times: far below a nanosecond
 EXACT_DEVICES = 32  # up to this many, every k and quantum is tried; beyond, those that a sweep over tau finds
 SWEEP = 40  # finish times of one sweep
 MOST_TIMES = 400  # finish times tried for a free batch
+LIKELY = 4  # numbers of devices that are solved for a rate, beyond them
 COARSE = 200  # quanta: for shares below this, one quantum more is tried
 ROUNDS = 8  # of adding a quantum to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """One device: its curve with the others at work, and the most samples it may get."""
+    """A device's curve with the others at work, and the most samples that it may get."""
 
     position: int
     curve: Curve | PassCurve
@@ -112,22 +114,14 @@ def smallest_reaching(
 ) -> Allocation | None:
     """The layout of the smallest global batch that reaches `rate` samples/s; None if none does."""
     devices = [device for device in devices if device.limit >= quantum]
-    reached: dict[int, tuple[int, float, float]] = {}  # k -> samples, and finish times (too early, early enough)
-    before = 0.0
-    for seconds in finish_times(devices, quantum):
-        for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
-            if k >= fewest and k not in reached and total >= rate * (seconds + costs[k]):
-                reached[k] = (total, before, seconds)
-        before = seconds
-    likely = sorted(reached, key=lambda k: reached[k])[: len(devices) if len(devices) <= EXACT_DEVICES else 4]
-    found = [
-        allocation for k in likely if (allocation := _just_reaching(devices, costs, k, rate, *reached[k][1:], quantum))
-    ]
-    allowed = [allocation for allocation in found if limit is None or allocation.global_batch <= limit]
-    if all(allocation.global_batch < COARSE * quantum * len(allocation.shares) for allocation in allowed):
+    crossings = sorted(_find_crossings(devices, costs, rate, quantum, fewest))
+    likely = crossings if len(devices) <= EXACT_DEVICES else crossings[:LIKELY]
+    found = [one for crossing in likely if (one := _just_reaching(devices, costs, rate, crossing, quantum))]
+    allowed = [one for one in found if limit is None or one.global_batch <= limit]
+    if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
         best = split_free(devices, costs, quantum, limit, fewest)  # may lie near a finish time
         allowed += [best] if best and best.samples_per_second >= rate else []
-    return min(allowed, key=lambda allocation: (allocation.global_batch, allocation.seconds), default=None)
+    return min(allowed, key=lambda one: (one.global_batch, one.seconds), default=None)
 
 
 def single_best(device: DeviceCurve, quantum: int = 1, limit: int | None = None) -> Allocation | None:
@@ -251,7 +245,7 @@ def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quant
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """When some device's curve bends, it is full, or it has done a quantum; of many devices, some of these."""
+    """The times at which a curve bends, a device is full or has done a quantum; a part of them for many devices."""
     times = sorted({t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))})
     most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
     if len(times) > most:
@@ -262,7 +256,7 @@ def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
 def _best_count(
     devices: Sequence[DeviceCurve], costs: Costs, seconds: float, quantum: int, limit: int | None, fewest: int
 ) -> Allocation | None:
-    """Of the layouts that end by `seconds`, the one with most samples/s; None if no number of devices is allowed."""
+    """The layout of most samples/s that ends by `seconds`; None if no number of devices is allowed."""
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
     best, rate = 0, 0.0
@@ -293,10 +287,32 @@ def _nearby(
     return best
 
 
+class _Crossing(NamedTuple):
+    """The finish times between which a number of devices first reaches a rate, and the samples at the later one."""
+
+    samples: int
+    early: float
+    late: float
+    devices: int
+
+
+def _find_crossings(
+    devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
+) -> list[_Crossing]:
+    """Each number of devices, `fewest` or more, that reaches `rate` at some finish time."""
+    found: dict[int, _Crossing] = {}
+    for early, late in pairwise((0.0, *finish_times(devices, quantum))):
+        for k, samples in enumerate(accumulate(sorted(_most(devices, late, quantum), reverse=True)), 1):
+            if k >= fewest and k not in found and samples >= rate * (late + costs[k]):
+                found[k] = _Crossing(samples, early, late, k)
+    return list(found.values())
+
+
 def _just_reaching(
-    devices: Sequence[DeviceCurve], costs: Costs, k: int, rate: float, early: float, late: float, quantum: int
+    devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """The earliest finish time in (early, late] at which k devices reach `rate`, by bisection."""
+    """The layout that ends as early as it can with `rate`, by bisection of the crossing."""
+    _, early, late, k = crossing
     for _ in range(HALVINGS // 2):
         middle = (early + late) / 2
         if _reach(devices, k, middle, quantum) >= rate * (middle + costs[k]):

@@ -27,7 +27,7 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def is_ratio(ratio: object) -> bool:
-    """Whether it is a finite number, 0 or above."""
+    """True for a finite number, 0 or above."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -107,7 +107,7 @@ def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """What multiplies a mean-over-own-rows gradient so that the sum over devices is the mean over the batch.
+    """The factor of a mean-over-own-rows gradient with which the sum over devices is the mean over the batch.
 
     With n_i rows on device i and N in all, mean over the batch = sum_i (n_i / N) * mean_i.
     """

@@ -13,7 +13,7 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """What the tightest memory limit leaves; None without a limit. Cached files count as free."""
+    """The bytes that the tightest memory limit leaves; None without a limit. Cached files count as free."""
 
     def remaining(folder: Path, version: int) -> float:
         limit_name, used_name = _MEMORY_FILES[version]

@@ -1,4 +1,4 @@
-"""How the CPU is cut into slices, so that a training runs on the same cores on which it was measured.
+"""Slices of the CPU, so that a training runs on the same cores on which it was measured.
 
 Slices are equal sets of the cores that this process may use; hardware threads of a core stay together while there are
 enough cores.

@@ -1,4 +1,4 @@
-"""Where this user's runs and locks lie; nothing is read from a folder that somebody else may write."""
+"""The folders of this user's runs and locks; nothing is read from a folder that somebody else may write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 from evener.errors import RequestError, as_request_error
-from evener.live.files import make_private
 
 
 def state_folder() -> Path:
@@ -47,13 +46,20 @@ def trusted_folder(folder: Path) -> Path:
     return folder
 
 
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def new_error_file() -> Path:
-    """Where measurements without a run keep what failing children wrote; what was there before is gone."""
+    """A new, empty file of errors for the children of measurements without a run."""
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """What failing children of the last measurement without a run wrote."""
+    """The file of errors that children of the last measurement without a run wrote."""
     return state_folder() / "errors.txt"

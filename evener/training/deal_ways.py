@@ -16,12 +16,12 @@ from evener.shares.costs import RankCost
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
 _LIMITS = 7  # seconds in which blocks are tried to end; the first is so much more than the bound:
 _MARGIN = 0.04
-_PRICES = (1, 2, 4)  # of a further pass, in its fixed seconds: several ranks may open one for the same run
+_DEARER = (2, 4)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
 class Hands:
-    """What each rank holds so far: passes as rows of the sorted batch, and the seconds that they take together."""
+    """The passes of each rank so far, as rows of the sorted batch, and the seconds that they take together."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -52,7 +52,7 @@ class DealWays:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Of each rank for the first rows, in these runs."""
+        """Seconds of each rank if it computes the first rows alone, in these runs."""
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
             sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
@@ -60,28 +60,35 @@ class DealWays:
         ]
 
     def try_all(self) -> Iterator[Hands]:
-        """One way after the other, the better ones first as a rule; there is at least one."""
-        tried = set()
-        prices = [price for price in _PRICES if price <= max(2, len(self._ranks) // 2)]
-        for price in prices if self._saves_padding else (math.inf,):
-            stops = self._best_cut if price == 1 else self._cut(price)
+        """Every way to deal the batch, the better ones first as a rule; there is at least one."""
+        tried = set[tuple[int, ...]]()
+        for stops in self._list_cuts():
             for part in _BLOCK_PARTS:
                 rows = min((0, *stops), key=lambda stop: abs(stop - part * len(self._lengths)))
-                if (rows, *stops) not in tried:
-                    tried.add((rows, *stops))
-                    hands = self._deal_blocks(rows, stops)
-                    if hands is not None:
-                        self._deal_singly(hands, rows, stops)
-                        yield hands
+                if (rows, *stops) in tried:
+                    continue
+                tried.add((rows, *stops))
+                hands = self._deal_blocks(rows, stops)
+                if hands is not None:
+                    self._deal_singly(hands, rows, stops)
+                    yield hands
+
+    def _list_cuts(self) -> Iterator[list[int]]:
+        """The runs by each price of a pass; the whole batch as one where padding isn't saved."""
+        if not self._saves_padding:
+            yield [len(self._lengths)]
+            return
+        yield self._best_cut
+        for price in _DEARER:
+            if price <= max(2, len(self._ranks) // 2):
+                yield self._cut(price)
 
     def _cut(self, price: float) -> list[int]:
-        """Where runs end, so that they cost one device the least if a pass takes `price` times its fixed seconds.
+        """The ends of the runs that cost one device the least if a pass takes `price` times its fixed seconds.
 
-        What the rows up to a stop cost is a line over the stops for each start of the last run, and the later the
-        start, the flatter the line: so the lowest line is found by walking on, and lines that are never lowest go.
+        For each start of the last run, the cost of the rows up to a stop is a line over the stops, and the later the
+        start, the flatter the line. So the lowest line is found by walking on, and lines that are never lowest go.
         """
-        if price == math.inf:
-            return [len(self._lengths)]
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
         lines: list[_Line] = []
@@ -101,7 +108,7 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Where the batch may be cut, last at its end: where rows get shorter, by a part of their length or more."""
+        """The places where the batch may be cut, its end last: where rows get shorter by a part of their length."""
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
             if length <= next_length and row:
@@ -125,7 +132,7 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """One block after the other, each as large as it can be by `limit` seconds; None if rows are left."""
+        """Blocks laid one after the other, each as large as it can be by `limit` seconds; None if rows are left."""
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
@@ -174,7 +181,7 @@ class DealWays:
             done[rank] = finish[rank] + each[rank] if space[rank] else self._opened(rank, row, finish[rank])
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """When a pass ends that the rank begins with the row; infinite if it can't hold it."""
+        """The end of a pass that the rank begins with the row; infinite if it can't hold it."""
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -187,5 +194,5 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """Whether one of its neighbours is below a line everywhere."""
+    """True if one of its neighbours is below a line everywhere."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (steeper[0] - flatter[0])

@@ -1,4 +1,4 @@
-"""Which rank computes which rows of a global batch, and in which passes, where rows are of unequal length."""
+"""The dealing of a global batch's rows of unequal length: which rank computes which, and in which passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Deal(msgspec.Struct, frozen=True):
 
     @property
     def in_passes(self) -> bool:
-        """Whether a rank takes more than one."""
+        """True if a rank takes more than one pass."""
         return any(len(own) > 1 for own in self.passes)
 
 
@@ -42,11 +42,11 @@ class Dealer(msgspec.Struct, frozen=True):
     """Deals the rows of global batches to ranks; the same on every rank, as it depends on the lengths only."""
 
     ranks: tuple[RankCost, ...]
-    ratios: tuple[float, ...]  # by which rows are shared out that are all equally long
+    ratios: tuple[float, ...]  # of rows to ranks where all rows are equally long
     saves_padding: bool = True  # in further passes; else there are only those that limits ask for
 
     def deal(self, lengths: Sequence[int]) -> Deal:
-        """Each row of these `lengths` to a rank: equal predicted finish times, each rank a row if there are enough.
+        """Deal rows of these `lengths` for equal predicted finish times, each rank a row if there are enough.
 
         Rows that are all equally long are dealt in their order, by the ratios, as they are without lengths. A pass
         costs its rows times its longest, so the others are sorted, and a rank's pass has rows of like length.
@@ -98,7 +98,7 @@ class Dealer(msgspec.Struct, frozen=True):
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """By the costs of a plan's shares, or by its rows: `batches` of each rank, in passes of up to `micros`.
+    """A dealer by the costs of a plan's shares, or by its rows: `batches` of each rank, in passes of up to `micros`.
 
     Without costs, a token takes a rank as long as its rows of a full batch say, whatever the row's length, and a rank
     takes no more passes than it has to, as nothing says what one costs.

@@ -17,13 +17,13 @@ _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 
 def abort_on_device_error() -> None:
-    """From now on, in a process of evener launch."""
+    """Abort on a device's error from now on, in a process of evener launch."""
     if launched_device():
         sys.excepthook = _end_process
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether the device, and not the script, is the likely cause."""
+    """True if the device, and not the script, is the likely cause of an error."""
     text = str(error)
     return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
 

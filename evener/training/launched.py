@@ -1,4 +1,4 @@
-"""What a launcher tells a training process by environment variables: its plan, its device, its host."""
+"""A launcher's environment variables for a training process: its plan, its device, its host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """The file of the plan by which evener launch started this process, or the one that the script names.
+    """The plan's file with which evener launch started this process, or the one that the script names.
 
     Where devices were lost and the script names the plan that was launched, it is the one for those that are left.
     """
@@ -48,12 +48,12 @@ def launched_run() -> str:
 
 
 def restart_reason() -> str:
-    """Why evener launch has started this training again; empty if it is the first start."""
+    """The reason why evener launch has started this training again; empty if it is the first start."""
     return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """Which of a plan's hosts this machine is: by EVENER_HOST, its name or its addresses; empty if none or unclear."""
+    """This machine among a plan's hosts, by EVENER_HOST, its name or its addresses; empty if none or unclear."""
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
         return os.environ.get(HOST, "") if names else ""
@@ -63,7 +63,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name or an address leads to this machine: only then can a socket have it as its own."""
+    """True if a name or an address leads to this machine: only then can a socket have it as its own."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)

@@ -1,4 +1,4 @@
-"""What a loss is a mean over, judged by figures: the loss of a batch beside the losses of its parts.
+"""The kind of mean that a loss is, judged by figures: the loss of a batch beside the losses of its parts.
 
 Shares change nothing in what is learned if the loss of a batch is the mean of its parts' losses, weighted by something
 that can be counted: rows, or labels that aren't ignored. No list of models says so; every adapter measures it before
@@ -31,7 +31,7 @@ class LossFigures(msgspec.Struct, frozen=True):
 
 
 class LossMeaning(msgspec.Struct, frozen=True):
-    """What figures say: the names that the loss may be a mean over, best first; none where it isn't one.
+    """The meaning of a loss by its figures: names that it may be a mean over, best first; none where it isn't one.
 
     `error` is the difference that is left, as a part of the loss; smaller ones than `rounding` can't be seen.
     """
@@ -42,7 +42,7 @@ class LossMeaning(msgspec.Struct, frozen=True):
 
 
 def judge(figures: LossFigures) -> LossMeaning:
-    """What the loss is a mean over: every name in `counts` whose weighted mean of the parts is the whole's loss."""
+    """Find what the loss is a mean over: each name in `counts` whose weighted mean of the parts is the whole's loss."""
     losses = [loss for loss in (figures.whole, *figures.parts) if math.isfinite(loss)]
     scale = max(map(abs, losses), default=0.0) or 1.0
     differences = {name: abs(figures.whole - mean_by(figures, name)) / scale for name in figures.counts}
@@ -63,7 +63,7 @@ def mean_by(figures: LossFigures, name: str) -> float:
 
 
 def describe(figures: LossFigures) -> str:
-    """One sentence of what was seen where `judge` finds no mean."""
+    """A sentence of what was seen where `judge` finds no mean."""
     rows: Sequence[float] = figures.counts["rows"]
     each = " and ".join(f"{count:g}" for count in rows)
     names = " or ".join(dict.fromkeys(name.removeprefix("shifted ") for name in figures.counts))

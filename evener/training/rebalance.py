@@ -1,4 +1,4 @@
-"""When a training's shares should change, and to which: from the ranks' own work, window by window. Pure.
+"""The rule by which a training's shares change, from the ranks' own work, window by window. Pure.
 
 Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A window's medians say how
 many times as long as by its curve each device takes, and one slow step isn't seen in them. New shares are proposed
@@ -22,7 +22,7 @@ from evener.plan.solver import pass_rows, scale, solve_shares
 from evener.shares.curves import Curve
 
 LEAST_SHIFT = 0.02  # in own work; smaller ones aren't worth new shapes
-NOISE_ERRORS = 3.0  # and so many standard errors of the windows
+NOISE_ERRORS = 3.0  # and this many standard errors of the windows
 FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
 PATIENT_WINDOWS = 32  # the fewest, after a mistake
 SOON = 8  # times the fewest windows: a change that is taken back before was a mistake
@@ -151,13 +151,13 @@ class Rebalancer:
         return max(own) / max(levels) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """Whether a share that is to give rows has none to give, or one that is to take some is at its wall."""
+        """True if a share that is to give rows has none to give, or one that is to take some is at its wall."""
         if gives:
             return share <= self._quantum
         return not self._passes and share + self._quantum > self._walls[rank]
 
     def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
-        """By how much these windows would have been faster if the shares took so many seconds by their curves."""
+        """The gain of these windows if each rank's curve had given it these seconds."""
         before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
         return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
 
@@ -174,7 +174,7 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Which device takes longer, or less long, than in earlier windows, by how much and since when."""
+        """The device that got slower, or faster, than in earlier windows, in words: by how much, and since when."""
         windows = list(self._windows)
         usual = _medians(windows[:-span]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -219,7 +219,7 @@ def advise(
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
-    """As the monitor has them; nothing where shares don't tell devices apart."""
+    """The devices' names in the monitor; none where shares don't tell devices apart."""
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     return tuple(f"{share.host}/{_name(share)}" if share.host else _name(share) for share in shares)
@@ -230,7 +230,7 @@ def _name(share: Share) -> str:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """What new shares are multiples of, as these are: up to 8, and fine enough for small shares."""
+    """The quantum of new shares, which divides these too: up to 8, and fine enough for small shares."""
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
         quantum //= 2
@@ -243,7 +243,7 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """When all are done at the same time, if each does so many rows a second more or less."""
+    """The time at which all are done together, if each rank does this many rows a second more or less."""
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 

@@ -1,4 +1,4 @@
-"""Whose share is whose: a process finds its own by its host and device, never by its rank. Pure."""
+"""The owners of a plan's shares: a process finds its own by its host and device, never by its rank. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evener.plan.layout import Share
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a process says of itself before a training: on which of the plan's hosts it runs, and on which device."""
+    """A process' host and device among those of the plan, as it names itself before a training."""
 
     machine: str  # its host name, for messages
     host: str  # as the plan names it; empty if the plan has no hosts, or the machine is none of them
@@ -80,7 +80,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """By its settled device, else the one of the plan's GPUs here that its local rank counts to."""
+    """The share of a process by its settled device, else by the GPU of the plan that its local rank counts to."""
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
         return here.get(info.device)
@@ -90,7 +90,7 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """By its order on its host, where devices have no names for the framework."""
+    """The share of a process by its order on its host, where devices have no names for the framework."""
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
         raise PlanError(

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Where PyTorch's agents start all again by themselves, over several hosts: the restarts so far, on every host.
+    """Count restarts, on every host, where PyTorch's agents over several hosts start all ranks again by themselves.
 
     An agent counts only those that a process of its own host has caused.
     """

@@ -16,7 +16,7 @@ from evener.balancer.session import Session
 from evener.balancer.store import replay
 from evener.balancer.store.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.devices.types import Device
-from evener.errors import PlanError, RequestError
+from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml
 from evener.shares.costs import Cost
 from evener.tui.text.plan_summary import share_table
@@ -45,7 +45,7 @@ def record() -> Record:
 
 
 def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
-    """Ratios are of cost; what is written is read again, and schema 1 can't say it."""
+    """Ratios are of cost; what is written is read again."""
     plan, verdict = (found := replay.recover(record)).plan, found.verdict
     first, second = plan.layout.share
     assert first.cost is not None
@@ -63,8 +63,6 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     assert even.throughput.padding > 0.5
     assert {"solo CPU:0", "solo CPU:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == plan
-    with pytest.raises(PlanError, match="cost by length"):
-        to_toml(plan, 1)
     assert verdict.startswith("An epoch is only 64 steps, as a step takes 64 of the 4096 rows; search with")
     assert "Split the cost of each batch 0.6" in verdict
     assert "tokens/s" in verdict

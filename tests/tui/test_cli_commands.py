@@ -97,9 +97,6 @@ def test_an_exported_plan_survives_a_round_trip(capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert run(["export", "last"]) == 0
     assert capsys.readouterr().out.encode() == plan.read_bytes()
-    assert run(["export", "last", "--schema", "1"]) == 0
-    assert capsys.readouterr().out.encode() == to_toml(load_plan(plan), schema=1)
-    assert run(["export", "last", "--schema", "3"]) == 2
 
 
 def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ class EvenerApp(BaseApp):
         self.theme = "evener-light" if self.current_theme.dark else "evener-dark"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """What the command palette offers in addition to the keys of the screen."""
+        """Commands of the palette in addition to the keys of the screen."""
         for name, title in SCREENS.items():
             yield SystemCommand(f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name))
         yield SystemCommand("Dark or light", "Switch between the two themes", self.action_switch_theme)

@@ -1,4 +1,4 @@
-"""Whether a result may be written to the file that was named, found out before anything is measured."""
+"""Checks that a result may be written to the file that was named, made before anything is measured."""
 
 from __future__ import annotations
 

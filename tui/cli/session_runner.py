@@ -77,7 +77,7 @@ def run_session(
 
 
 def _print_next_step(finished: Finished, export: Path | None, replayed: int) -> None:
-    """Where the plan is, how to go on with what was interrupted, and that nothing was measured if nothing was."""
+    """Print where the plan is, how to go on after an interruption, and that nothing was measured if nothing was."""
     written = f"plan written to {plain(str(export))}" if export is not None else ""
     print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)
     if hint := launch_hint(finished.plan, str(export or "plan.toml")):

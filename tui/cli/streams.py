@@ -60,7 +60,7 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """Whether the full-screen app can run: in a browser, or on a terminal that can position the cursor."""
+    """True if the full-screen app can run: in a browser, or on a terminal that can position the cursor."""
     if "TEXTUAL_DRIVER" in os.environ:
         return True
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"

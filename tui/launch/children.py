@@ -59,7 +59,7 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Until all have ended well, one hasn't, or a signal comes: the exit codes of those that have ended."""
+    """Wait until all have ended well, one hasn't, or a signal comes; the exit codes of those that have ended."""
     while not caught:
         codes = {i: code for i, process in enumerate(running) if (code := process.poll()) is not None}
         if any(codes.values()) or len(codes) == len(running):
@@ -83,7 +83,7 @@ def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def _is_in_foreground() -> bool:
-    """Whether a terminal sends its signals to this process and its children."""
+    """True if a terminal sends its signals to this process and its children."""
     with suppress(OSError):
         return os.tcgetpgrp(0) == os.getpgrp()
     return False

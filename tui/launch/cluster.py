@@ -72,7 +72,7 @@ def _train(
     command: Sequence[str],
     caught: Sequence[int],
 ) -> tuple[int, set[str]]:
-    """One start on these hosts, until it has ended on all: the exit code, and the hosts that were lost."""
+    """Start once on these hosts and wait until it has ended on all; the exit code, and the hosts that were lost."""
     parts: list[HostPart] = []
     lost: set[str] = set()
     try:
@@ -94,7 +94,7 @@ def _train(
 
 
 class HostPart:
-    """One host's part: a thread prints what it writes until it ends."""
+    """A host's part of a training: a thread prints what it writes until it ends."""
 
     def __init__(self, host: str, training: Kept) -> None:
         self.code: int | None = None
@@ -125,7 +125,7 @@ class HostPart:
 
 
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
-    """Until all have ended, a signal comes, or one has failed and the others have had their time: its exit code.
+    """Wait until all have ended, a signal comes, or one has failed and the others have had their time; its exit code.
 
     The others can't go on without a host that is lost, and needn't end by themselves. DeviceError if Ray's head is.
     """
@@ -142,7 +142,7 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
 
 
 def _look_at_head(answered: float) -> float:
-    """When the head has last answered; DeviceError if that is too long ago."""
+    """The time of the head's last answer; DeviceError if that is too long ago."""
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered

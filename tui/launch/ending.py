@@ -1,4 +1,4 @@
-"""How the processes of this host ended, and whether a device may be the cause."""
+"""The end of this host's processes, and whether a device may be the cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """Whether a process was killed, or by its own errors aborted: a script that raises an exception isn't.
+        """True if a process was killed, or aborted by an error; False for a script that raised an exception.
 
         SIGTERM is what the others get when one has failed.
         """

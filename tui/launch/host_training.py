@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class HostTraining:
-    """One host's part of a training; its output is read from afar. It ends with this process.
+    """A host's part of a training; its output is read from afar. It ends with this process.
 
     A script that names the file `planned` trains by `plan`.
     """
@@ -61,7 +61,7 @@ class HostTraining:
                 lines.append(self._lines.get_nowait())
         ended = bool(lines) and lines[-1] is None
         if ended:
-            self._lines.put(None)  # for whoever reads on
+            self._lines.put(None)  # for a reader that waits for more
         written = [line for line in lines if line is not None]
         return written, self._code if ended and not written else None
 
@@ -86,7 +86,7 @@ class HostTraining:
             self._written.close()
 
     def _run(self) -> None:
-        """In a thread that lasts as long: the kernel ends the process with the thread that started it."""
+        """Run in a thread that lasts as long: the kernel ends the process with the thread that started it."""
         try:
             self._process = process = subprocess.Popen(
                 self._command,

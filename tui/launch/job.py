@@ -1,4 +1,4 @@
-"""What this host has to start for a plan: its shares on their devices, and where the processes of all hosts meet."""
+"""This host's part of a training by a plan: its shares on their devices, and where the processes of all hosts meet."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the processes of this host, where there are several; over several hosts their ranks aren't known here."""
+        """The names of this host's processes if there are several; over several hosts their ranks aren't known."""
         if len(self.processes) < 2:
             return ()
         alone = len(self.hosts) == 1
@@ -62,18 +62,18 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """The same on every host that has this plan."""
+        """A name of the job that is the same on every host that has this plan."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """The same in processes of Keras' engine multiworker."""
+        """The job with a process for each device, as Keras' engine multiworker wants it."""
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = arrange([device for each in self.processes for device in each], one_process=False)
         plan = msgspec.structs.replace(self.plan, layout=layout)
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Of the processes: all that they share, and for `start_rank` what each has for itself, with `more`."""
+        """The processes' environment: what all share, and for `start_rank` what each has for itself, with `more`."""
         variables = {**os.environ, PLAN: str(self.path), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
         variables |= {REPLACED_PLAN: str(self.replaced or ""), RUN: self.run, RESTART: self.reason}
         alone = not self.plan.layout.engine and len(self.processes) < len(self.own)

@@ -1,4 +1,4 @@
-"""What the processes of this host write, where there are several: each line with its process's name before it."""
+"""The output of this host's processes, where there are several: each line behind the name of its process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
 
 
 def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:
-    """Until `end`, or until nobody takes what is written: then the process hears of it."""
+    """Copy until `end`, or until nobody takes what is written: then the process hears of it."""
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:

@@ -55,7 +55,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
 
 def _run(first: HostJob, max_restarts: int) -> int:
-    """After a loss every device is tried, also one that was left out before.
+    """Run the training; after a loss every device is tried, also one that was left out before.
 
     On several hosts nobody sees all failures: there, each is taken for a loss, and a device that is lost ends the
     training. The exit code.
@@ -124,7 +124,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _say_changes(before: Plan, after: Plan) -> None:
-    """Which devices are left out now, or are back, and the rows of each before and after."""
+    """Say which devices are left out now, or are back, and the rows of each before and after."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
@@ -133,7 +133,7 @@ def _say_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Of each device: 5+3 → 8+0."""
+    """The rows of each device before and after, as 5+3 → 8+0."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 

@@ -64,7 +64,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
 
 
 def _meet(job: HostJob) -> dict[str, Any]:
-    """Where the agents of all hosts find each other; alone, at any free port."""
+    """The address where the agents of all hosts find each other; alone, at any free port."""
     if len(job.hosts) == 1:
         place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}
     else:

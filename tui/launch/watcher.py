@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """Whether a process of the run is left; it is killed if asked for."""
+    """True if a process of the run is left; with `kill`, each of them is killed."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # of another user, or gone

@@ -1,4 +1,4 @@
-"""Which devices of this host compute: a fresh child tries each, as a dead process isn't a dead device."""
+"""The devices of this host that compute: a fresh child tries each, as a dead process isn't a dead device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05
 
 
 def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]) -> tuple[Device, ...]:
-    """The devices that compute nothing in 10 s, all tried at the same time; a caught signal ends the wait at once."""
+    """The devices that compute nothing in 10 s; all are tried at the same time. A caught signal ends the search."""
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS
     while not caught and None in [check.poll() for check in checks] and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What a run's report shows, read from its journal: curves, shares, ranking, timeline. Draws nothing."""
+"""The contents of a run's report, read from its journal: curves, shares, ranking, timeline. Draws nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evener.tui.text.progress import layout_words, outcome_name, outcome_words
 
 
 class SoloCurve(msgspec.Struct, frozen=True):
-    """One device alone: measured (batch, samples/s), by batch, and the smallest batch that did not fit."""
+    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not fit."""
 
     label: str
     points: tuple[tuple[int, float], ...]
@@ -26,7 +26,7 @@ class SoloCurve(msgspec.Struct, frozen=True):
 
 
 class RankedLayout(msgspec.Struct, frozen=True):
-    """One layout of the ranking: its devices, and its samples/s with the 95 % interval."""
+    """A layout of the ranking: its devices, and its samples/s with the 95 % interval."""
 
     name: str
     where: str
@@ -36,7 +36,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
 
 class ProbeSpan(msgspec.Struct, frozen=True):
-    """One probe on the session's clock, in seconds."""
+    """A probe on the session's clock, in seconds."""
 
     start: float
     stop: float
@@ -85,7 +85,7 @@ def read_report(name: str) -> RunReport:
 
 
 def _label(device: Device) -> str:
-    """With its limit, as in the plan's table."""
+    """A device's label with its limit, as in the plan's table."""
     return f"{device.label} @{limit}" if (limit := plain(write_limit(device.limit), 32)) else device.label
 
 

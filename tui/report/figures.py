@@ -53,7 +53,7 @@ def draw_throughput(report: RunReport, axes: Axes) -> None:
 
 
 def draw_shares(report: RunReport, axes: Axes) -> None:
-    """How the global batch is split over the devices."""
+    """Draw the shares of the global batch on the devices."""
     shares = report.plan.layout.share
     rows = range(len(shares))
     colours = [SERIES[number % len(SERIES)] for number in rows]
@@ -86,7 +86,7 @@ def draw_ranking(report: RunReport, axes: Axes) -> None:
 
 
 def draw_timeline(report: RunReport, axes: Axes) -> None:
-    """When each device was probed, coloured by stage; failures are hatched."""
+    """Draw when each device was probed, coloured by stage; failures are hatched."""
     seen: set[str] = set()
     for span in report.spans:
         failed = span.outcome != "timed"
@@ -121,7 +121,7 @@ PICTURES: tuple[tuple[str, Draw], ...] = (
 
 
 def draw_svg(report: RunReport, draw: Draw) -> str:
-    """One picture as an SVG element whose ink is `currentColor` and whose lines are `var(--lines)`."""
+    """A picture as an SVG element whose ink is `currentColor` and whose lines are `var(--lines)`."""
     figure = figure_module().Figure(figsize=(7.2, _height(report, draw)), layout="constrained")
     _draw(report, draw, figure.subplots())
     text = _saved(figure, "svg").decode()

@@ -1,1 +1,1 @@
-"""What runs behind the screens: threads, their messages, and the app object that screens talk to."""
+"""The machinery behind the screens: threads, their messages, and the app object that screens talk to."""

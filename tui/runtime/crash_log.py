@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from evener.live.files import make_private
+from evener.system.state_folders import make_private
 
 
 def write_crash_log(error: BaseException) -> Path | None:

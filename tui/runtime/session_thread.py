@@ -28,7 +28,7 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """Only progress of the same probe is replaced; every other event counts."""
+        """True for newer progress of the same probe; every other event counts."""
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)

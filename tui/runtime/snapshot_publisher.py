@@ -20,7 +20,7 @@ class SnapshotPublisher(Sampler):
 
     @property
     def state(self) -> str:
-        """Where a recording is; empty for live readings."""
+        """The place in a recording; empty for live readings."""
         source = self.source
         return f"replay {source.position + 1}/{len(source)}" if isinstance(source, Recording) else ""
 

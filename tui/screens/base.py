@@ -1,4 +1,4 @@
-"""What the screens share: the bar on top, the keys below, and their panels between them."""
+"""The base of all screens: the bar on top, the keys below, and their panels between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOW = 30  # rows, below which they have no frames
 
 
 class PanelScreen(UsesApp, Screen[None]):
-    """One of the app's screens; `NAME` is its mode, and panels are redrawn when their size changes."""
+    """A screen of the app; `NAME` is its mode, and panels are redrawn when their size changes."""
 
     NAME = ""
     BLANK = True  # all of it is covered
@@ -35,7 +35,7 @@ class PanelScreen(UsesApp, Screen[None]):
         yield KeysBar()
 
     def panels(self) -> Iterable[Widget]:
-        """What is between the bar and the keys."""
+        """The panels between the bar and the keys."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -88,7 +88,7 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def state(self) -> str:
-        """Whether it is paused, or where the replay is; empty for live readings."""
+        """The screen's state: paused, or the place in a replay; empty for live readings."""
         return "paused" if self._paused_at is not None else self.evener.publisher.state
 
     def on_mount(self) -> None:

@@ -48,7 +48,7 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:
-        """What is inside the frame."""
+        """The widgets inside the frame."""
         raise NotImplementedError
 
     @property

@@ -42,7 +42,7 @@ class ReplayScreen(RunActions, PanelScreen):
         return self.state.run
 
     def panels(self) -> Iterable[Widget]:
-        """The same panels as on the Balance screen."""
+        """The panels of the Balance screen."""
         yield BalanceView()
 
     def on_mount(self) -> None:

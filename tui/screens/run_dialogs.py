@@ -1,4 +1,4 @@
-"""What is done with one run: it is continued and annotated; its report and its children's errors are shown."""
+"""Dialogs for one run: it is continued and annotated; its report and its children's errors are shown."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class NoteDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """What failing children of a run wrote, without a run those of the last probe; None if there is nothing."""
+    """The errors that children of a run wrote, without a run those of the last probe; None if there are none."""
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
         return path if path.is_file() else None
@@ -94,7 +94,7 @@ def errors_dialog(run: str) -> DetailsDialog:
 
 
 class RunActions(UsesApp):
-    """What a screen does with one run: continue it, write its report, show its tracebacks."""
+    """A screen's actions on one run: continue it, write its report, show its tracebacks."""
 
     @property
     def chosen_run(self) -> str:

@@ -29,7 +29,7 @@ from evener.tui.widgets.lists import SortedPanel
 
 
 class RunPanel(SortedPanel[RunSummary]):
-    """One row per run."""
+    """A panel with a row per run."""
 
     COLUMNS = RUN_COLUMNS
     OPEN = "screen.replay"
@@ -41,7 +41,7 @@ class RunPanel(SortedPanel[RunSummary]):
         self.hide_failed = False
 
     def identity(self, row: RunSummary) -> str:
-        """Its id."""
+        """The run's id."""
         return row.run
 
     def take(self, found: tuple[RunSummary, ...]) -> None:

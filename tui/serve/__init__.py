@@ -1,1 +1,1 @@
-"""What evener serves over HTTP: metrics for Prometheus, and the app in a browser."""
+"""Evener over HTTP: metrics for Prometheus, and the app in a browser."""

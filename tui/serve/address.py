@@ -10,14 +10,14 @@ from evener.errors import RequestError
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """The host and port where a server listens."""
 
     host: str
     port: int
 
     @property
     def authority(self) -> str:
-        """As it stands in a URL."""
+        """The address as it stands in a URL."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -34,7 +34,7 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as a URL or the Host header has it, with or without a port, is this machine's loopback.
+    """True if a host, as a URL or the Host header has it, with or without a port, is this machine's loopback.
 
     A web page elsewhere can make a browser send a request here under a name of its own, but not under these.
     """

@@ -85,7 +85,7 @@ class BrowserServer(Server):
             self._visits.discard(visit)
 
     async def _end_visits(self, _: web.Application) -> None:
-        """Each visitor's process ends with the visit."""
+        """End each visitor's process with the visit."""
         for visit in self._visits:
             visit.cancel()
         if self._visits:
@@ -127,7 +127,7 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """No requests to elsewhere, no frame around the page, no token in a Referer."""
+    """Headers that allow no requests to elsewhere, no frame around the page, no token in a Referer."""
     sources = {
         "default-src": "'none'",
         "script-src": "'self'",

@@ -1,4 +1,4 @@
-"""One reading of the monitor as Prometheus metrics, under dcgm-exporter's names where it has the figure.
+"""A reading of the monitor as Prometheus metrics, under dcgm-exporter's names where it has the figure.
 
 A figure that isn't current has no sample, as Prometheus wants it: the series ends and is never a false zero.
 """

@@ -26,13 +26,13 @@ WHAT_IS_SERVED = "this machine's name, its devices and their load, and the names
 
 
 class _Reading:
-    """What prometheus-client collects at each request."""
+    """The collector that prometheus-client asks at each request."""
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """Nothing before the first reading."""
+        """The newest reading's metrics; none before the first reading."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
@@ -41,7 +41,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 10  # for a client that connects and says nothing
 
     def log_message(self, *_: object) -> None:
-        """Nothing: standard error may be the app's terminal."""
+        """Log nothing: standard error may be the app's terminal."""
 
 
 class _Server4(ThreadingWSGIServer):
@@ -58,7 +58,7 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """Where to serve metrics; RequestError for an address that others can reach, unless that is wanted."""
+    """The address of the metrics' server; RequestError for one that others can reach, unless that is wanted."""
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
         raise RequestError(

@@ -9,7 +9,7 @@ from evener.plan.file import Plan
 
 
 def launch_hint(plan: Plan, path: str) -> str:
-    """How to train by a plan in this file, as a part of a sentence; empty where there is no script to launch."""
+    """The command that trains by a plan in this file, as a part of a sentence; empty without a script to launch."""
     active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
     simulated = any(share.device.startswith("sim-") for share in active)
     if not plan.layout.traits.by_shares or simulated or not script:

@@ -1,4 +1,4 @@
-"""What a person types on the command line or in the form, as values."""
+"""Parsers of what a person types on the command line or in the form."""
 
 from __future__ import annotations
 

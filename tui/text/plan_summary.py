@@ -25,7 +25,7 @@ def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: i
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """One row per device: its share, its ratio, its samples/s within the layout and alone."""
+    """A table with a row per device: its share, its ratio, its samples/s within the layout and alone."""
     alone = {
         rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
     }
@@ -68,7 +68,7 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
-    """What the plan gains over the even split and the best single device, and its part of the sum of solos."""
+    """Lines on the plan's gain over the even split and the best single device, and its part of the sum of solos."""
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
         where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
@@ -81,7 +81,7 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
 
 
 def _versus(own: RivalRate, rival: RivalRate) -> str:
-    """What the plan gains over another layout, or why that isn't said."""
+    """The plan's gain over another layout, or why it isn't said."""
     gain = rival.gain_of(own)
     if gain is None:
         if not is_certain(own.figure, rival.figure):

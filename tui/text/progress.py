@@ -1,4 +1,4 @@
-"""How a session is doing, as lines: events in, text out. Knows no screen."""
+"""The progress of a session as lines: events in, text out. Knows no screen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
         return None
 
     def screen(self) -> list[str]:
-        """What a terminal shows in place: one line for each running measurement, the best so far, the time left."""
+        """The lines that a terminal redraws in place: each running measurement, the best so far, the time left."""
         state = self.state
         lines = [plain(state.belief.doing, 200) if state.belief is not None else "starting"]
         lines += [f"  {_running_words(running, self.devices)}" for running in state.running[:20]]
@@ -62,7 +62,7 @@ class Progress:
 
 
 def left_words(state: SessionState) -> str:
-    """How much of the budget is left; on simulated devices, whose seconds are not those of the clock on the wall."""
+    """The rest of the budget in words; simulated devices have other seconds than the clock on the wall."""
     left = seconds_left(state)
     simulated = state.devices and all(label.startswith("SIM:") for label in state.devices)
     return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
@@ -80,12 +80,12 @@ def _running_words(running: ProbeProgress, labels: Sequence[str]) -> str:
 
 
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:
-    """One measurement on a line: its stage, layout and outcome."""
+    """A measurement in words, on a line: its stage, layout and outcome."""
     return f"{seen.probe.stage:<5} {layout_words(seen.probe.layout, labels)}: {outcome_words(seen, labels)}"
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "Â± ") -> str:
-    """What came of one measurement: samples/s with doubts, out of memory, or why it failed."""
+    """The outcome of one measurement in words: samples/s with doubts, out of memory, or why it failed."""
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
         doubts = "".join(f", {DOUBTS[warning.code]}" for warning in seen.warnings)
@@ -100,7 +100,7 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "Â
 
 
 def outcome_name(seen: Observation) -> str:
-    """One of timed, out of memory, failed."""
+    """The name of an outcome: timed, out of memory or failed."""
     return "timed" if isinstance(seen, Timed) else "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 

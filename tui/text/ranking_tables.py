@@ -32,7 +32,7 @@ RANKING_NOTE = (
 
 
 def ranking_table(found: Search, labels: Sequence[str]) -> Table:
-    """One row per layout, the winner first: throughput, step time, and the difference from the winner."""
+    """A table with a row per layout, the winner first: throughput, step time, and the difference from the winner."""
     counts = ("tokens/s", "padding") if found.mean_length else ()
     drawn = [found.power(one.candidate.layout) for one in found.ranking()]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
@@ -126,7 +126,7 @@ def scaling_table(found: Search) -> Table:
 
 
 def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
-    """The same as data; the keys' names contain the units."""
+    """The ranking as data; the keys' names contain the units."""
     standings = found.ranking()
     titles = name_all([one.candidate for one in standings], len(labels))
     return {

@@ -54,7 +54,7 @@ def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
 
 
 def csv_text(records: Sequence[Mapping[str, Any]], headed: bool = True) -> str:
-    """One line for each record, after its keys; numbers as they are, lists joined by +, nothing for None.
+    """CSV with a line of keys and one for each record; numbers as they are, lists joined by +, nothing for None.
 
     A key that ends in `_interval` becomes two, `_low` and `_high`.
     """

@@ -1,4 +1,4 @@
-"""What `evener help workload` prints: the built-in workloads, and how to measure one's own model."""
+"""The text of `evener help workload`: the built-in workloads, and how to measure one's own model."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _shares_bar(shares: Sequence[int], width: int, marks: Marks) -> Line:
 
 
 def _legend(state: SessionState, layout: Layout, width: int, marks: Marks) -> list[Line]:
-    """What each device computes; where there are many, those that are left out are only counted."""
+    """The share of each device; where there are many, those that are left out are only counted."""
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
     items = [_share_item(state, layout, device, marks) for device, share in enumerate(shares) if share or detailed]
@@ -147,7 +147,7 @@ def _versus_tone(text: str) -> Tone:
 
 
 def search_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
-    """What the search does and why, how far it is, and the latest measurements.
+    """Lines on what the search does and why, how far it is, and the latest measurements.
 
     While it runs, warnings leave room for at least two measurements.
     """
@@ -180,7 +180,7 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line, ...]:
-    """How much was measured and the budget that is left; at the end, why it ended."""
+    """Lines on how much was measured and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds

@@ -40,14 +40,14 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One row of the terminal; `cursor` marks the row that keys act on."""
+    """A row of the terminal; `cursor` marks the row that keys act on."""
 
     spans: tuple[Span, ...] = ()
     cursor: bool = False
 
     @property
     def text(self) -> str:
-        """What a terminal without colour shows."""
+        """The row's text without colour."""
         return "".join(span.text for span in self.spans)
 
 
@@ -117,7 +117,7 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """The same row in fewer parts: spans of one tone together, and blanks with what is before them."""
+    """The row in fewer parts: spans of one tone together, and blanks with what is before them."""
     joined: list[tuple[str, Tone, str]] = []
     text, tone, action = "", TONES[0], ""
     for span in spans:

@@ -67,7 +67,7 @@ def graph(values: Sequence[float | None], width: int, height: int, marks: Marks,
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """One column of cells from the top down, `count` steps high: an edge, and shade below it."""
+    """A column of cells from the top down, `count` steps high: an edge, and shade below it."""
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(shade if count - below > each else levels[max(0, min(each, count - below))] for below in belows)

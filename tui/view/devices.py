@@ -32,7 +32,7 @@ _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """What one row needs: the newest sample and its history."""
+    """A device's row: its newest sample and its history."""
 
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
@@ -255,7 +255,7 @@ _READINGS = {  # of columns that aren't drawn where no device reports them
 
 
 def _is_there(key: str, rows: Sequence[DeviceRow]) -> bool:
-    """Whether a device has anything in this column."""
+    """True if a device has anything in this column."""
     if key == "work":
         return any(row.work for row in rows)
     fields = _READINGS.get(key, ())

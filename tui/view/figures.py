@@ -30,7 +30,7 @@ def samples_rate(number: float) -> str:
 
 
 def short(number: float) -> str:
-    """At most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
+    """A figure in at most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
     if number < 0:
         return f"-{short(-number)}"
     for below, scale, unit in ((9999.5, 1.0, ""), (999_500.0, 1e3, "k"), (999.5e6, 1e6, "M"), (999.5e9, 1e9, "G")):

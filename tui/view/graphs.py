@@ -11,7 +11,7 @@ from evener.tui.view.marks import Marks
 
 
 class Graph(NamedTuple):
-    """One graph: caption, newest figure, values oldest first, the top of its axis as number and text, tone."""
+    """A graph: caption, newest figure, values oldest first, the top of its axis as number and text, tone."""
 
     caption: str
     newest: str
@@ -22,7 +22,7 @@ class Graph(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no value at all."""
+        """True for a graph without any value."""
         return all(value is None for value in self.values)
 
 

@@ -14,7 +14,7 @@ from evener.tui.view.marks import Marks
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """One host with its devices, which stand below it unless it is folded."""
+    """A host with its devices, which stand below it unless it is folded."""
 
     host: str
     samples: tuple[DeviceSample, ...]
@@ -22,7 +22,7 @@ class HostRow(msgspec.Struct, frozen=True):
 
     @property
     def is_lost(self) -> bool:
-        """Whether none of its devices can be read."""
+        """True if none of the host's devices can be read."""
         return all(sample.utilization_percent.state is State.LOST for sample in self.samples)
 
 
@@ -41,7 +41,7 @@ def group_rows(samples: Sequence[DeviceSample], folded: Collection[str]) -> tupl
 
 
 def draw_host(row: HostRow, width: int, marks: Marks, here: bool) -> Line:
-    """Whether it is folded, its name, and what its devices do together; or why it is lost."""
+    """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
     count = len(row.samples)
     head = (
         Span(f" {marks.folded if row.folded else marks.descending} ", "dim"),

@@ -27,7 +27,7 @@ _DEVICE_CELLS = {column.key: column.draw for column in DEVICE_COLUMNS}
 
 
 class _Lane:
-    """One device's row: the state, which device it is, and its newest sample where there is one."""
+    """A device's row: its state, its name, and its newest sample where there is one."""
 
     def __init__(self, state: SessionState, device: int, sample: DeviceSample | None = None) -> None:
         self.state = state

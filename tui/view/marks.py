@@ -6,7 +6,7 @@ import msgspec
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of characters, Unicode by default; each takes one cell."""
+    """A set of characters, Unicode by default; each takes one cell."""
 
     full: str = "━"  # the filled part of a bar
     half: str = "╸"  # half a cell of it; "" if there is none

@@ -51,7 +51,7 @@ def panel_rows(rows: Sequence[PanelRow], history: History, work: Work) -> tuple[
 
 
 def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
-    """Its label is without the host, which stands above."""
+    """A device's row, its label without the host, which stands above."""
     device = sample.device
     if device.host:
         sample = msgspec.structs.replace(sample, device=msgspec.structs.replace(device, host=""))
@@ -76,7 +76,7 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str, marks: Marks) -> tuple[str, ...]:
-    """Where and when the snapshot was taken: host, driver, time; shorter and shorter."""
+    """The origin of a snapshot, its host, driver and time, in texts that get shorter and shorter."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {clean(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = clean(snapshot.host.hostname, 30)
@@ -125,7 +125,7 @@ def graph_lines(sample: DeviceSample, history: History, width: int, height: int,
 
 
 def _graphs(sample: DeviceSample, history: History, ticks: int) -> Sequence[Graph]:
-    """Those with any value in so many ticks; all of them if none has one."""
+    """The graphs with any value in this many ticks; all of them if none has one."""
 
     def metric(
         caption: str,

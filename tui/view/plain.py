@@ -54,7 +54,7 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
-    """What `--json` prints: the snapshot, with its reports joined as trainings."""
+    """The document of `--json`: the snapshot, with its reports joined as trainings."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     del document["reports"]
     return document

@@ -19,7 +19,7 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """One row: the process, for how long it has run, the lines of the tree before its command, whether it has gone."""
+    """A row: the process, for how long it has run, the lines of the tree before its command, whether it has gone."""
 
     sample: ProcessSample
     seconds: float | None = None
@@ -80,12 +80,12 @@ PROCESSES = Grid(PROCESS_COLUMNS, (("command", 16), ("speed", 9), ("time", 8), (
 
 
 def process_words(sample: ProcessSample) -> str:
-    """What a filter looks at."""
+    """The words of a process that a filter looks at."""
     return f"{sample.pid} {sample.user} {sample.device_label} {sample.command}"
 
 
 def identity(sample: ProcessSample) -> Identity:
-    """What identifies a process between two ticks."""
+    """The identity of a process between two ticks."""
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
@@ -111,7 +111,7 @@ def process_rows(
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """With its last figures as old ones."""
+    """The row of a process that has gone, with its last figures as old ones."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     figures = {field: reading for field in fields if (reading := getattr(sample, field)).value is not None}
     old = {field: msgspec.structs.replace(reading, state=State.STALE) for field, reading in figures.items()}
@@ -138,7 +138,7 @@ def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
-    """Why no process is shown: on CPU slices only trainings that report themselves can be seen."""
+    """The reason why no process is shown: on CPU slices only trainings that report themselves can be seen."""
     if devices and all(sample.device.kind == "cpu" for sample in devices):
         return NO_TRAINING
     return "No process is on these devices."

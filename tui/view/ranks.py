@@ -14,7 +14,7 @@ from evener.live.files import Doing, LiveDevice, Training
 from evener.tui.text.formatting import duration
 from evener.tui.view.cells import clean
 
-SILENT_STEPS = 3.0  # a report that is late by so many steps: the rank hangs, validates, or has gone
+SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named
 LEAST_EXCHANGE = 0.1  # of a step
 MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
@@ -34,7 +34,7 @@ Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """One device of a training. Of what is unknown: 0, an empty text, rank -1."""
+    """A device of a training. Unknown figures are 0, unknown texts empty, an unknown rank is -1."""
 
     rank: int
     pid: int
@@ -55,7 +55,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One thing that holds a training up."""
+    """A cause that holds a training up."""
 
     kind: Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
     text: str  # a sentence
@@ -97,7 +97,7 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """For how long the next report of a rank that went silent has been due; 0 while it reports."""
+    """Seconds for which the next report of a rank that went silent has been due; 0 while it reports."""
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
@@ -123,7 +123,7 @@ def _name(live: LiveDevice) -> str:
 def find_causes(
     ranks: Sequence[RankPlace], step_s: float, processes: Sequence[ProcessSample], missing: int = 0
 ) -> tuple[Cause, ...]:
-    """What holds a training up, most certain first; `step_s` is 0 if unknown, and so many ranks aren't seen."""
+    """Causes that hold a training up, most certain first; `step_s` is 0 if unknown, `missing` ranks aren't seen."""
     rows = [place.row for place in ranks]
     reporting = [row for row in rows if not row.silent_s]
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
@@ -138,14 +138,14 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Its device where no other rank is on it, else its rank."""
+    """A rank's name: its device where no other rank is on it, else its number."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Those that others wait for: what is stopped says nothing; else those that are least far."""
+    """The ranks that others wait for: a stopped one says nothing; else those that are least far."""
     silent = [row for row in rows if row.silent_s]
     held = [row for row in silent if row.doing]
     least = min(map(_progress, held), default=None)
@@ -162,7 +162,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """How far it is; a batch may be asked for before what lies between steps, or after it."""
+    """A rank's progress in its step; a batch may be asked for before what lies between steps, or after it."""
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
@@ -173,7 +173,7 @@ def _late(row: RankRow, who: str, others: str) -> Cause:
 
 
 def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
-    """Those that come to the sum last, about: what the others do before it is hidden."""
+    """The ranks that come to the sum about last: what the others do before it is hidden."""
     least_s = min((row.waiting_s for row in rows if row.own_work_s), default=0.0)
     return [row for row in rows if not row.own_work_s or row.waiting_s <= least_s + LEAST_PART * step_s]
 
@@ -181,7 +181,7 @@ def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
 def _longest(
     rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
 ) -> tuple[str, str, str, str] | None:
-    """Of a part of a step that holds it up: how long, which part, whose (empty: of all ranks), and who waits for it."""
+    """The longest part of a step: its time, its part, its rank (empty: all have it), and who waits for it."""
     row = max(_last(rows, step_s), key=seconds, default=None)
     if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
         return None
@@ -206,7 +206,7 @@ def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """What unequal own work costs against ranks that finish together, and the exchange that no rank can avoid."""
+    """The cost of unequal own work, against ranks that finish together, and of the exchange that nothing hides."""
     timed = [row for row in rows if row.own_work_s]
     if len(timed) < 2:
         return

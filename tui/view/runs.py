@@ -64,7 +64,7 @@ def _note(row: RunSummary) -> str:
 
 
 def run_words(summary: RunSummary) -> str:
-    """What a filter looks at."""
+    """The words of a run that a filter looks at."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state, _note(summary)))
 
 
@@ -99,7 +99,7 @@ def run_rows(
 
 
 def has_failed(summary: RunSummary) -> bool:
-    """Whether a run has nothing to show."""
+    """True if a run has nothing to show."""
     return summary.state in ("failed", "unreadable")
 
 

@@ -13,7 +13,7 @@ _BETWEEN = Span(" ")  # two columns
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """One column; `draw` gives its cell for a row, in at most the given width."""
+    """A column; `draw` gives its cell for a row, in at most the given width."""
 
     key: str
     titles: tuple[str, ...]  # the widest that fits is shown
@@ -54,7 +54,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """How rows are sorted; a click on a title sorts by its column."""
+    """The order of rows; a click on a title sorts by its column."""
 
     key: str = ""
     descending: bool = True
@@ -64,7 +64,7 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """The columns by which rows can be sorted."""
+    """The columns that rows can be sorted by."""
     return tuple(column.key for column in columns if column.value is not None)
 
 
@@ -81,7 +81,7 @@ def sort_rows(columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Orde
 
 
 def matches(text: str, words: str) -> bool:
-    """Whether every word is in the text; case is ignored."""
+    """True if every word is in the text; case is ignored."""
     return all(word in text.lower() for word in words.lower().split())
 
 
@@ -110,7 +110,7 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: 
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, marks: Marks, *, cursor: bool = False
 ) -> Line:
-    """One row; a sign in front marks the cursor, so that it is visible without colour."""
+    """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
     spans: list[Span] = [Span(marks.cursor if cursor else " ", "strong")]
     for column in columns:
         width = widths[column.key]
@@ -128,7 +128,7 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """Where a list is: the row under the cursor, the first row shown, and whether the cursor is drawn."""
+    """The position of a list: the row under the cursor, the first row shown, and whether the cursor is drawn."""
 
     cursor: int = 0
     top: int = 0

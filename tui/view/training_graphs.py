@@ -22,7 +22,7 @@ Values = tuple[float | None, ...]
 def training_graph_lines(
     row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int, marks: Marks
 ) -> tuple[Line, ...]:
-    """As many graphs as fit, or why there are none."""
+    """The graphs of a training, as many as fit, or why there are none."""
     devices = {rank.device for rank in row.ranks}
     keys = {sample.device.label: sample.device.key for sample in samples if sample.device.label in devices}
     most = max(1, width // LEAST_WIDTH)

@@ -10,15 +10,16 @@ from evener.devices.types import Snapshot
 from evener.live.files import ShareChange, Training
 from evener.plan.layout import is_curve
 from evener.plan.solver import join_curves, proportional_curves
+from evener.shares.curves import Curve
 from evener.training.rebalance import Advice, advise
 from evener.tui.view.ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
-MOST_ROWS = 1 << 24  # of a step for which shares are looked for; reports are foreign figures
+MOST_ROWS = 1 << 24  # of a step for which shares are looked for
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """One training: its ranks, its figures over all of them, and what holds it up."""
+    """A training: its ranks, its figures over all of them, and what holds it up."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
@@ -42,7 +43,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What stays the same of it from tick to tick."""
+        """The training's identity from tick to tick."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
@@ -92,7 +93,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
 
 
 def _watts(places: Sequence[RankPlace]) -> float:
-    """What its devices draw together, each counted once."""
+    """The power of a training's devices, each counted once."""
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [each for each in watts if each is not None]
@@ -100,17 +101,27 @@ def _watts(places: Sequence[RankPlace]) -> float:
 
 
 def _advice(places: Sequence[RankPlace], step_s: float) -> Advice | None:
-    """The shares that the ranks' own work calls for, by the plan's curves where every rank has one."""
+    """The shares that the ranks' own work calls for; None where it says too little, or they wouldn't gain clearly."""
     rows = [place.row for place in places]
-    if len(rows) < 2 or any(row.silent_s or not row.share or not row.own_work_s for row in rows):
-        return None
     shares, own_work_s = [row.share for row in rows], [row.own_work_s for row in rows]
-    if sum(shares) > MOST_ROWS or not all(LEAST_WORK_S < own < MOST_WORK_S for own in own_work_s):
+    if len(rows) < 2 or any(row.silent_s for row in rows) or not all(shares):
         return None
-    curves = join_curves([place.live.curve if is_curve(place.live.curve) else () for place in places], shares)
-    if not all(LEAST_WORK_S < curve.seconds(share) < MOST_WORK_S for curve, share in zip(curves, shares, strict=True)):
-        curves = proportional_curves(shares)
+    if sum(shares) > MOST_ROWS or not all(map(_is_plausible, own_work_s)):
+        return None
     in_passes = any(row.micro and row.micro < row.share for row in rows)
-    found = advise(curves, shares, own_work_s, step_s, [place.live.most for place in places], in_passes)
+    most = [place.live.most for place in places]
+    found = advise(_curves(places, shares), shares, own_work_s, step_s, most, in_passes)
     error = 2 * MEDIAN_ERROR * max(row.own_spread for row in rows)
     return msgspec.structs.replace(found, error=error) if found is not None and found.gain > error else None
+
+
+def _curves(places: Sequence[RankPlace], shares: Sequence[int]) -> Sequence[Curve]:
+    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be true."""
+    curves = join_curves([place.live.curve if is_curve(place.live.curve) else () for place in places], shares)
+    steps = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
+    return curves if all(map(_is_plausible, steps)) else proportional_curves(shares)
+
+
+def _is_plausible(seconds: float) -> bool:
+    """True if a step can have taken that long: reports are foreign figures."""
+    return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -29,7 +29,7 @@ def _panel(name: str, title: str) -> Lines:
 
 
 class LanePanel(ListPanel[str]):
-    """One row per device; they scroll where they don't fit."""
+    """A panel with a row per device; they scroll where they don't fit."""
 
     def __init__(self) -> None:
         super().__init__(id="lanes")

@@ -81,7 +81,7 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """One of a few words; left, right, Space or a click changes it."""
+    """A choice among a few words; left, right, Space or a click changes it."""
 
     class Changed(Message):
         """Another word is chosen."""
@@ -101,7 +101,7 @@ class OneOf(Lines):
         self.show([line(Span("< ", "key"), Span(self.value, "strong"), Span(" >", "key"), cursor=self.has_focus)])
 
     def action_change(self, steps: int) -> None:
-        """Go on by so many words."""
+        """Move the choice by `steps` words."""
         place = self._words.index(self.value)
         self.value = self._words[(place + steps) % len(self._words)]
         self.redraw()

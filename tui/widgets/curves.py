@@ -20,7 +20,7 @@ FRAMED = 10  # rows, below which only the two axes are drawn
 
 
 class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has no types
-    """Each device in its colour, its measured points marked by its number; predictions are dotted."""
+    """A plot with each device in its colour, its measured points marked by its number; predictions are dotted."""
 
     TITLE = "Samples/s against batch"
     can_focus = False

@@ -55,12 +55,12 @@ class Lines(UsesApp, Widget):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What is drawn."""
+        """The lines that are drawn."""
         return self._lines
 
     @property
     def text(self) -> str:
-        """What a terminal without colour would show."""
+        """The lines' text without colour."""
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
@@ -108,7 +108,7 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """What is kept of the whole widget, unless something of it is hidden, or filters change the colours."""
+        """The whole widget's strips to keep, unless a part of it is hidden, or filters change the colours."""
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
         if crop.size != self.outer_size or not lines or max(left, right) > 1 or self.get_line_filters():
@@ -117,7 +117,7 @@ class Lines(UsesApp, Widget):
         return _Drawn(crop, rows, lines, segments[:left], segments[len(segments) - right :])
 
     def render_line(self, y: int) -> Strip:
-        """One row of the content."""
+        """Draw a row of the content."""
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:

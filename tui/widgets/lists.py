@@ -47,7 +47,7 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def count(self) -> int:
-        """How many rows there are; with a filter, how many match it."""
+        """The number of rows; with a filter, of those that match it."""
         return len(self.rows)
 
     @property
@@ -56,7 +56,7 @@ class ListPanel(Lines, Generic[RowT]):
         return self.rows[self.cursor] if self.cursor < len(self.rows) else None
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor by so many rows, within the list."""
+        """Move the cursor by `rows` rows, within the list."""
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
@@ -117,7 +117,7 @@ class SortedPanel(ListPanel[RowT]):
         self._under_cursor: Hashable = None
 
     def identity(self, row: RowT) -> Hashable:
-        """What stays the same of a row."""
+        """The identity of a row."""
         raise NotImplementedError
 
     @property

@@ -20,7 +20,7 @@ STAY_SECONDS = 4.0  # for which a process that has ended keeps its row
 
 
 class DevicePanel(ListPanel[PanelRow]):
-    """One row per device; those of a cluster below their hosts."""
+    """A panel with a row per device; those of a cluster below their hosts."""
 
     OPEN = "screen.open_device"
 
@@ -76,7 +76,7 @@ class GraphPanel(Lines):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """One row per process on a device; as a tree also what started them."""
+    """A panel with a row per process on a device; as a tree also what started them."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"

@@ -15,7 +15,7 @@ from evener.tui.widgets.lists import ListPanel
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """One row per training; the cursor stays on its training as others come and go."""
+    """A panel with a row per training; the cursor stays on its training as others come and go."""
 
     OPEN = "screen.open_training"
 
@@ -41,7 +41,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
 
 class RankPanel(ListPanel[RankRow]):
-    """One row per rank of a training."""
+    """A panel with a row per rank of a training."""
 
     def __init__(self) -> None:
         super().__init__(id="ranks")

@@ -1,4 +1,4 @@
-"""What a Keras workload trains on: endless batches, gathered by the same code as in its training.
+"""The data of a Keras workload: endless batches, gathered by the same code as in its training.
 
 `sample_batch` is called once, for more rows than fit into a processor's caches; they are used again and again in a
 shuffled order; what the user's `training_data` gives is fed as a training would feed it.
@@ -30,20 +30,20 @@ class Rows:
         self.count = 0 if made else array_rows(arrays)  # rows of an epoch; 0: unknown
 
     def batches(self, split: Split, batch: int) -> Any:
-        """Global batches of so many rows without end, in the form that the split's steps take."""
+        """Endless global batches of a size, in the form that the split's steps take."""
         rows = batch * max(1, array_rows(self._arrays) // batch)
         return split.batches(ArrayBatches(self._arrays, batch, shuffle=True, rows=rows), endless=True)
 
 
 class Stream:
-    """Datasets to train on: `make` gives one of batches of so many rows; `count` as in `Rows`."""
+    """Datasets to train on: `make` gives one by the rows of a batch; `count` as in `Rows`."""
 
     def __init__(self, make: Callable[[int], Any], count: int = 0) -> None:
         self._make = make
         self.count = count
 
     def batches(self, split: Split, batch: int) -> Any:
-        """As `Rows` has it; RequestError where the dataset's batches have other sizes."""
+        """Batches as `Rows` has them; RequestError where the dataset's batches have other sizes."""
         data = self._make(batch)
         if not isinstance(data, tf.data.Dataset):
             raise RequestError(
@@ -54,7 +54,7 @@ class Stream:
         if found != batch:
             raise RequestError(
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
-                "Batch by the size that it is called with, from a data set of at least so many rows.",
+                "Batch by the size that it is called with, from a data set that has at least that many rows.",
             )
         return split.deal(data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat())
 
@@ -69,7 +69,7 @@ def pool(sample_batch: SampleBatch) -> Rows:
 
 
 def as_training_data(given: Any) -> Rows | Stream:
-    """What `training_data()` returned: arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
+    """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
         return Stream(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
@@ -94,7 +94,7 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 def first(data: Any) -> Any:
-    """One tensor of nested ones."""
+    """The first of nested tensors."""
     return tf.nest.flatten(data)[0]
 
 

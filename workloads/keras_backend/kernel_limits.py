@@ -32,7 +32,7 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Each layer's outputs, and those of models within; a layer that was never called has none."""
+    """The outputs of each layer, also of models within; a layer that was never called has none."""
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):
         for node in layer._inbound_nodes:

@@ -26,7 +26,7 @@ class Stage:
 
 
 class StagedPass:
-    """One forward pass through a chain of stages, and the backward pass through it."""
+    """A forward pass through a chain of stages, and the backward pass through it."""
 
     def __init__(self, stages: Sequence[Stage], inputs: Tensor) -> None:
         self._steps: list[tuple[Stage, Any, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""How one Keras step runs at a place: on one device, towers, a mirrored strategy, or a process of a group.
+"""The engines of a Keras step at a place: one device, towers, a mirrored strategy, or a process of a group.
 
 Each engine has a `Split` of evener's, so a step is the train function that `fit` runs, on its batches.
 With `--input device` the same step is traced for arguments that lie in the devices' memory already.
@@ -30,7 +30,7 @@ from evener.workloads.protocol import Place
 
 
 class SingleDeviceEngine:
-    """One device, Keras' own train step."""
+    """An engine of one device, by Keras' own train step."""
 
     name = "solo"
 
@@ -42,11 +42,11 @@ class SingleDeviceEngine:
 
     @cached_property
     def split(self) -> Split:
-        """What distributes the training; it starts TensorFlow, so not before the place is configured."""
+        """The split that distributes the training; making it starts TensorFlow, so the place is configured before."""
         return Split(devices=self.devices[:1])
 
     def scope(self) -> Any:
-        """Where the model is made."""
+        """The scope in which the model is made."""
         return self.split.scope()
 
     def attach(self, model: Any, sample: Any) -> None:
@@ -115,7 +115,7 @@ class SingleDeviceEngine:
         return [slice_rows(batch, *spans[0])]
 
     def send(self, parts: list[Any]) -> list[Any]:
-        """Each device's part in its memory; what is beyond them, as the labels of towers are, on the first."""
+        """Send each device its part; the first also gets what is beyond the parts, as the labels of towers are."""
         sent = []
         for device, part in zip(cycle(self.devices), parts, strict=False):
             with tf.device("CPU:0"):
@@ -198,7 +198,7 @@ class MirroredEngine(TowersEngine):
         return Split(devices=self.devices, engine="mirrored")
 
     def attach(self, model: Any, sample: Any) -> None:
-        """Check the model; sizes differ by replica, so shapes are relaxed as they come."""
+        """Check the model; sizes differ by replica, so shapes are relaxed when they differ."""
         model.jit_compile = False
         self.model = model
         model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
@@ -218,7 +218,7 @@ class MirroredEngine(TowersEngine):
         return tuple(pairwise([0, *accumulate(shares)]))
 
     def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
-        """Each replica's own x and y."""
+        """The x and y of each replica."""
         return [slice_rows(batch, *span) for span in spans]
 
     def step(self, parts: list[Any]) -> Any:
@@ -236,7 +236,7 @@ class MirroredEngine(TowersEngine):
 
 
 class MultiworkerEngine(SingleDeviceEngine):
-    """This process' rows in a group of processes."""
+    """An engine of one process in a group: it computes the rows of this process."""
 
     name = "multiworker"
 

@@ -50,7 +50,7 @@ class UserModel:
         return self._model
 
     def training_data(self) -> Rows | Stream | None:
-        """What the user's `training_data()` returned, if there is one; RequestError if it has lengths."""
+        """The data of the user's `training_data()`, if there is one; RequestError if it has lengths."""
         if self._own is not None and self._own.lengths is not None:
             raise RequestError(
                 f"{self._name} has lengths(), and a search deals rows by their length in PyTorch only.",

@@ -70,7 +70,7 @@ class KerasWorkload:
         self._position = 0
 
     def step(self) -> None:
-        """One optimizer step on the next batch, with what `fit` does around it."""
+        """Take an optimizer step on the next batch, with what `fit` does around it."""
         if self._position == 1 and self._on_gpus:
             self._memory.reset()  # the first step tried kernels out, which takes what is free
         if self._sent is not None:

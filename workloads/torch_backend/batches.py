@@ -1,4 +1,4 @@
-"""What a PyTorch workload trains on: its data, by the loader that a training uses, so that a step costs the same.
+"""The data of a PyTorch workload, by the loader that a training uses, so that a step costs the same.
 
 A data set is read epoch after epoch, reshuffled each time. A function that only makes batches is called once, for a
 pool of rows that is used again and again: larger than a processor's cache, unless rows are slow to make.
@@ -99,7 +99,7 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class PoolData(Data):
-    """For functions that only make batches: endless steps over a pool."""
+    """Data of functions that only make batches: endless steps over a pool."""
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
         super().__init__(Pool(sample_batch, device))
@@ -154,7 +154,7 @@ class Batches:
         return next(self._steps)
 
     def works(self, batch: Any) -> list[Work]:
-        """What the passes of the batch in hand compute; none where rows have no lengths."""
+        """The work of the current batch's passes; none where rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))] if drawn else []
 
@@ -209,7 +209,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def check_rows(batch: Any, rows: int) -> None:
-    """RequestError unless every tensor has so many rows."""
+    """RequestError unless every tensor has this number of rows."""
     tensors: list[Any] = []
     each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
@@ -225,5 +225,5 @@ def send(batch: Any, device: torch.device) -> Any:
 
 
 def to_tensors(data: Any) -> Any:
-    """The same structure, with tensors in the place of numpy's arrays."""
+    """A copy of the structure with tensors in place of numpy's arrays."""
     return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)

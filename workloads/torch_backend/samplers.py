@@ -1,4 +1,4 @@
-"""Which rows a probe trains on; where they have lengths, what each pass computes is kept."""
+"""The rows that a probe trains on; where they have lengths, the work of each pass is kept."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lengths:
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """What a pass over these rows computes."""
+        """The work of a pass over these rows."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest
@@ -71,7 +71,7 @@ class Lengths:
 
 
 class _Counted(UnevenBatchSampler):
-    """Keeps what each of its batches computes, in the order in which they are drawn."""
+    """A sampler that keeps the work of each of its batches, in the order in which they are drawn."""
 
     def count_by(self, lengths: Lengths) -> Self:
         """Count with these lengths; returns itself."""
@@ -80,22 +80,22 @@ class _Counted(UnevenBatchSampler):
         return self
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """As without."""
+        """The sampler's batches, each with its work counted."""
         for rows in super().batches():
             self.works.append(self._all_lengths.count(rows))
             yield rows
 
 
 class CountedSampler(_Counted):
-    """Rows as they come."""
+    """Rows in the order of the data, with the work of each pass."""
 
 
 class CountedEndlessSampler(_Counted, EndlessSampler):
-    """The same where the data have fewer rows than a batch."""
+    """Endless steps on data that have fewer rows than a batch, with the work of each pass."""
 
 
 class CountedLengthSampler(_Counted, LengthSampler):
-    """Rows of global batches, dealt by their cost."""
+    """Rows of global batches, dealt by their cost, with the work of each pass."""
 
 
 class _RepeatingSampler(UnevenBatchSampler):
@@ -111,11 +111,11 @@ class _RepeatingSampler(UnevenBatchSampler):
 
 
 class OneLengthSampler(_Counted, _RepeatingSampler):
-    """The same, with what they compute."""
+    """Endless steps on the same rows of one length, with the work of each pass."""
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """What a user gave as lengths of rows; None for nothing and where all are equal. RequestError for anything else."""
+    """The lengths of rows that a user gave; None for none, and where all are equal. RequestError for anything else."""
     if given is None:
         return None
     try:

@@ -22,7 +22,7 @@ SIDE = 2  # tiles along each axis
 
 @dataclass(frozen=True)
 class Window:
-    """How a layer reads one axis of its input; `reach` is from the first to the last position that it reads."""
+    """A layer's window on one axis of its input; `reach` is from the first to the last position that it reads."""
 
     stride: int
     padding: int
@@ -33,7 +33,7 @@ class Window:
         return first * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach
 
     def cut_output(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the output is cut: near the input's cuts, so that few rows are borrowed."""
+        """The places where the output is cut: near the input's cuts, so that few rows are borrowed."""
         length = (cuts[-1] + 2 * self.padding - self.reach) // self.stride + 1
         if length < 1:
             raise RequestError(f"An image side of {cuts[-1]} is too small for its layers.", "Give larger images.")
@@ -95,12 +95,12 @@ def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
 
 
 def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device:
-    """Where the tile in row i and column j lies."""
+    """The device of the tile in row i and column j."""
     return devices[(i * SIDE + j) % len(devices)]
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles, devices: Sequence[torch.device]) -> Tiles:
-    """What `layers` make of the whole image, tile by tile; RequestError for a layer that can't be cut.
+    """The output of `layers` for the whole image, computed tile by tile; RequestError for a layer that can't be cut.
 
     The parameters stay where they are: each device gets a copy for the step, through which gradients flow back and add.
     """
@@ -171,7 +171,7 @@ def _compute_windows(
 
 
 def _windows(layer: nn.Conv2d | nn.MaxPool2d) -> list[Window]:
-    """How the layer reads rows, and columns."""
+    """The layer's windows on rows and on columns."""
     options = (layer.stride, layer.padding, layer.dilation, layer.kernel_size)
     pairs = (option if isinstance(option, tuple) else (option, option) for option in options)
     windows = [

@@ -58,13 +58,13 @@ def _from_trainer(trainer: Any) -> Recipe:
     losses: list[Any] = []  # of the pass before, if there is one
 
     def check_loss() -> None:
-        """What the trainer does after each backward pass: it waits for the GPU, so the next one isn't queued before."""
+        """Ask for the last loss after a backward pass, as the trainer does: the next pass isn't queued before."""
         if trainer.args.logging_nan_inf_filter and losses:
             torch.isfinite(losses.pop()).item()
         losses.clear()
 
     def finish(*_: Any) -> None:
-        """What the trainer does between the last backward pass and the optimizer's step."""
+        """Wait and clip, as the trainer does between the last backward pass and the optimizer's step."""
         check_loss()
         if most:
             torch.nn.utils.clip_grad_norm_(parameters, most)
@@ -117,7 +117,7 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Without workers, a trainer fetches the rows of a step when it begins, while its GPU waits."""
+    """The trainer's data; without workers, it fetches the rows of a step when it begins, while its GPU waits."""
     options = {
         "num_workers": workers,
         "pin_memory": pinned and torch.cuda.is_available(),
@@ -132,7 +132,7 @@ def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tenso
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """Whether a class of this name is among its own; nothing is imported for that."""
+    """True if a value is of the package's class of this name; nothing is imported to find out."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}")) for kind in kinds

@@ -50,7 +50,7 @@ class UserRecipe:
         self._sample: Callable[[int], Any] | None = None
 
     def build_recipe(self) -> Recipe:
-        """What the user's function gives; RequestError if that is no recipe."""
+        """The recipe that the user's function gives; RequestError if it gives something else."""
         own = user_code.load(self._name, self._settings)
         recipe = find_recipe(self._name, own.result)
         if recipe is not None:

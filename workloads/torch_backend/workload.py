@@ -38,7 +38,7 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What is trained: made on the CPU, moved to its device by the workload."""
+    """A model with its loss, optimizer and data: made on the CPU, moved to its device by the workload."""
 
     module: Any  # torch.nn.Module
     optimizer: Any  # over the module's parameters
@@ -90,7 +90,7 @@ class TorchWorkload:
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
     def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
-        """As `prepare`, with the rows of each global batch dealt by cost; a pass has at most so many padded tokens."""
+        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens."""
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._dealt[dealer]  # other batches than before: those have shapes that the framework knows
@@ -98,7 +98,7 @@ class TorchWorkload:
         self._prepare(shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True)
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """As `prepare`, with rows that are padded to this length in every pass."""
+        """Prepare shares with rows that are padded to this length in every pass."""
         self._micro = own_share(self.place, micro or shares)
         self._prepare(shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True)
 
@@ -116,7 +116,7 @@ class TorchWorkload:
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
-        """One optimizer step on the next batch, in step with the other ranks."""
+        """Take an optimizer step on the next batch, in step with the other ranks."""
         if self._batches is None or not self._batches.rows:
             return
         batch = self._batches.take()
@@ -160,7 +160,7 @@ class TorchWorkload:
             self._batches.settle()
 
     def loss_is_finite(self) -> bool:
-        """Of the last step's last pass."""
+        """True if the loss of the last step's last pass was finite."""
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
@@ -226,7 +226,7 @@ class TorchWorkload:
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
-    """What tensors used on GPUs: that grows with the batch; what the allocator keeps depends on what was before."""
+    """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what was before."""
 
     def reset() -> None:
         torch.cuda.empty_cache()

@@ -1,1 +1,1 @@
-"""How a split Keras step lies on devices: one device, towers, mirrored, or a process for each device."""
+"""The engines of a split Keras step: one device, towers, mirrored, or a process for each device."""

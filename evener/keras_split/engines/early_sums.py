@@ -1,4 +1,4 @@
-"""Which gradients are summed while the backward pass still computes the others.
+"""Early sums: the gradients that are summed while the backward pass still computes the others.
 
 TensorFlow queues a step's kernels long before its GPU computes them, and a sum waits for all that is queued when it
 starts. Sums run one after another, so the first may run behind the backward pass, and all that come after it wait for

@@ -130,7 +130,7 @@ def group_from_environment() -> Group | None:
 
 @functools.cache
 def _join_group(peers: tuple[str, ...], rank: int) -> Group:
-    """The same for each Split of the process: another strategy would end the sums that a faster process has begun."""
+    """The group of every Split of this process: another strategy would end the sums that a faster process has begun."""
     return Group(peers, rank)
 
 

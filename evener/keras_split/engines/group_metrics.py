@@ -32,7 +32,7 @@ class StepMetrics:
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
-        """What the processes have to sum: outputs, what own rows add to states, and losses of single outputs."""
+        """The tensors that the processes have to sum: outputs, what own rows add to states, losses of outputs."""
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):
             if _row_bytes(outputs) <= LARGEST_ROW:
@@ -71,7 +71,7 @@ def _read(metrics: Any) -> list[tuple[Any, Any]]:
 
 
 def _row_bytes(outputs: Tensors) -> float:
-    """Of the outputs of one row; infinite where they can't be sent."""
+    """The bytes of the outputs of one row; infinite where they can't be sent."""
     total = 0.0
     for leaf in keras.tree.flatten(outputs):
         kind = leaf.dtype

@@ -77,7 +77,7 @@ def loss_with(
 def part_of_loss(
     model: Any, found: PartKinds, losses: Sequence[Any], batch: Sequence[Any], training: bool, parts: tuple[Any, Any]
 ) -> Any:
-    """What these rows, (x, y, outputs, weight), add to the loss of the whole batch; `losses` are the model's own.
+    """The part of the whole batch's loss that these rows, (x, y, outputs, weight), add; `losses` are the model's own.
 
     `parts`: these rows / all rows, and the same of what the loss is a mean over. Of no rows, a filler row is computed,
     as the loss of an empty batch need not be a number.
@@ -97,17 +97,17 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """What a layer's loss on a part of the rows adds to that of the whole batch."""
+    """The part of the whole batch's loss that a layer's loss on some of the rows adds."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """By what a figure of this part of the rows counts, where it adds up by rows or as a sum."""
+    """The weight of a figure of this part of the rows, where it adds up by rows or as a sum."""
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def scale_loss(model: Any, loss: Any) -> Any:
-    """As the optimizer scales it against small halves, with headroom for parts that are larger than their sum."""
+    """The loss as the optimizer scales it for float16, with headroom for parts that are larger than their sum."""
     return model.optimizer.scale_loss(loss) / _headroom(model)
 
 

@@ -57,7 +57,7 @@ class StepStates:
         return starts
 
     def pass_update(self, state: Any, value: Any) -> StateUpdate:
-        """What a device's passes made of a state."""
+        """The update of a state by a device's passes."""
         if id(state) not in self._metrics:
             return StateUpdate(state, value, self._kinds[id(state)])
         warn_inner_metric(state)
@@ -75,11 +75,11 @@ class StepStates:
         return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
 
     def starts_anew(self, state: Any) -> bool:
-        """Whether every pass starts from the step's value of a state."""
+        """True if every pass starts from a state's value at the start of the step."""
         return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
 
     def collect_updates(self, scope: Any, size: Any) -> list[StateUpdate]:
-        """What a call in this StatelessScope updated; metrics don't count the filler row of a device with `size` 0."""
+        """The states that a call in this StatelessScope updated; metrics don't count the filler row of an idle one."""
         found = []
         for state in self._variables:
             new, before = scope.get_current_value(state), self._chained.get(id(state), (state, None))[1]
@@ -117,17 +117,17 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """Whether a state's new value comes from the changes of all devices."""
+    """True if a state's new value comes from the changes of all devices."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
-    """What one device's calls, on this part of the rows, add to a state that adds up by rows or as a sum."""
+    """One device's change, on this part of the rows, of a state that adds up by rows or as a sum."""
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """How the values that several devices give to each state are put together, by the state's id."""
+    """The way to put together the values that several devices give to a state, by the state's id."""
     kinds = {}
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -136,5 +136,5 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 
 def is_seed(state: Any) -> bool:
-    """Whether a state is what random numbers are drawn from."""
+    """True if random numbers are drawn from a state."""
     return bool(state.name == "seed_generator_state")

@@ -44,7 +44,7 @@ class Mirrored:
         self.model = model
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.train_step` does, with the loss weighted by the replica's rows."""
+        """A replica's `keras.Model.train_step`, with the loss weighted by the replica's rows."""
         model = self.model
         x, y, weight, size = _unpack(data)
         context = tf.distribute.get_replica_context()
@@ -60,7 +60,7 @@ class Mirrored:
         return update_metrics(model, mean, size, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """What `keras.Model.test_step` does, for a replica that may have no row that counts."""
+        """A replica's `keras.Model.test_step`; the replica may have no row that counts."""
         model = self.model
         x, y, weight, size = _unpack(data)
         outputs = take_rows(call_model(model, x, False), size)

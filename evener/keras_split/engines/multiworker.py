@@ -65,7 +65,7 @@ class Workers:
         refuse_other(other)
 
     def describe(self, promised: float) -> Details:
-        """What the monitor shows of this process; `promised` are the plan's samples/s."""
+        """This process' details for the monitor; `promised` are the plan's samples/s."""
         work, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
         return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, (work,), changes)
@@ -98,7 +98,7 @@ class Workers:
         return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [start for *_, start in states]
 
     def _run_passes(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """The same in passes."""
+        """Run the forward and backward passes of a share that doesn't fit in one."""
         data = keras.utils.unpack_x_y_sample_weight(own.data)
         passes = DevicePasses(self.model, self.kinds[True], self.group.device, 0, data, own.size, own.rows)
         result = passes.run(self.cut.passes(self.group.rank, own.size))
@@ -114,7 +114,7 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """What own rows add to the loss of the whole batch."""
+        """The part of the whole batch's loss that own rows add."""
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:

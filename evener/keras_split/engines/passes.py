@@ -52,7 +52,7 @@ class DevicePasses:
         self._reached: list[int] = []  # places of the weights that have a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run so many passes of nearly one size, one after another; one if the device has no row that counts."""
+        """Run `passes` passes of nearly one size, one after another; one if the device has no row that counts."""
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
             slots = tf.cast(passes, tf.int32)

@@ -63,7 +63,7 @@ class Towers:
         return self.train_on_pieces(self.pieces(x, dealt), count_rows(x), x, y, weight, dealt)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
-        """The same with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
+        """A step with a loss for each pass: no device has outputs of the whole batch before its backward passes."""
         model, rows = self.model, count_rows(x)
         pieces = self.pieces((x, y, weight))
         if not model.built:
@@ -182,7 +182,7 @@ class Towers:
 
 
 def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
-    """How a batch was dealt, if it was by length, and its x, y and weight."""
+    """A batch's x, y and weight, and its deal if rows were dealt by length."""
     dealt = data if isinstance(data, DealtArrays) else None
     return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
 

@@ -102,7 +102,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _outlook_lines(outlook: Outlook) -> list[str]:
-    """What was tried, a row for each device, and how long a search should take."""
+    """The lines of a dry run: what was tried, a row for each device, and how long a search should take."""
     steps = ", ".join(f"{batch} samples {_step(seconds)}" for batch, seconds in outlook.steps)
     built = f"built in {duration(outlook.start_seconds)} and stepped" if outlook.start_seconds else "stepped"
     framework = "" if outlook.framework == "none" else f" ({outlook.framework})"

@@ -29,10 +29,6 @@ def export(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
     ] = None,
-    schema: Annotated[
-        int,
-        typer.Option("--schema", min=1, max=2, help="1: without passes, for an older evener that refuses schema 2."),
-    ] = 2,
     force: ForceOption = False,
 ) -> None:
     """Write a past run's plan as TOML or JSON."""
@@ -46,10 +42,10 @@ def export(
             check_replaceable(output, "Add --force to replace it, or name another file.")
     plan = runs.load_run(run_id).require_plan()
     if output is None:
-        text = harmless_json(to_json(plan, schema)) if form == "json" else toml_text(to_toml(plan, schema))
+        text = harmless_json(to_json(plan)) if form == "json" else toml_text(to_toml(plan))
         print(text, end="", flush=True)
         return
-    plan.save(output, schema=schema)
+    plan.save(output)
     print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
     if hint := launch_hint(plan, str(output)):
         print(f"evener: {plain(hint)}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,6 @@ import typer
 from evener.balancer.diagnostics import Check, Level, check_machine
 from evener.devices.discover import discover
 from evener.devices.limits import write_limit
-from evener.devices.nvidia.reference_units import over_expected, reference_units
 from evener.devices.terms import parse_request
 from evener.devices.types import Device
 from evener.errors import RequestError
@@ -32,21 +30,13 @@ def list_devices(
 ) -> None:
     """List the devices that --devices selects, on this machine or a Ray cluster."""
     found = discover(devices, ray_address=ray_address)
-    references = _references(found.devices)
     if as_json:
-        listing = {
-            "devices": [_as_json(device, *pair) for device, pair in zip(found.devices, references, strict=True)],
-            "notes": found.notes,
-        }
-        print(json_text(listing))
+        print(json_text({"devices": [_as_json(device) for device in found.devices], "notes": found.notes}))
         return
     for note in found.notes:
         print(f"evener: {plain(note)}", file=sys.stderr)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
     rows += [_row(device) for device in found.devices]
-    if any(units is not None for units, _ in references):
-        added = [("RGU", "measured/expected"), *(_reference_row(*pair) for pair in references)]
-        rows = [(*row[:-1], *more, row[-1]) for row, more in zip(rows, added, strict=True)]
     print("\n".join(align(rows, numbers_from=len(rows[0]))))
 
 
@@ -63,28 +53,11 @@ def _row(device: Device) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _references(devices: Sequence[Device]) -> list[tuple[float | None, float | None]]:
-    """Each device's reference units, and its measured share over the expected one, None where unknown."""
-    units = [reference_units(device.name, device.memory_bytes) for device in devices]
-    rates: Sequence[float | None] = [None] * len(units)
-    if sum(unit is not None for unit in units) > 1:
-        from evener.balancer.store.runs import find_solo_rates
-
-        rates = find_solo_rates(devices)
-    return list(zip(units, over_expected(units, rates), strict=True))
-
-
-def _reference_row(units: float | None, part: float | None) -> tuple[str, str]:
-    return ("-" if units is None else f"{units:.1f}", "-" if part is None else f"{part:.2f}")
-
-
-def _as_json(device: Device, units: float | None, part: float | None) -> dict[str, Any]:
+def _as_json(device: Device) -> dict[str, Any]:
     return {
         **msgspec.to_builtins(device),
         "label": device.label,
         "usable_memory_bytes": device.usable_memory_bytes,
-        "reference_gpu_units": units,
-        "measured_over_expected": part,
     }
 
 

@@ -102,7 +102,7 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """What serves the newest reading while it is entered; RequestError before anything else begins."""
+    """The context that serves metrics, if asked for; RequestError before anything else begins."""
     if address is None:
         if public:
             raise RequestError("--metrics-public goes with --metrics.", "Add --metrics HOST:PORT, or leave it out.")
@@ -141,7 +141,7 @@ def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """One settled reading, or one every `pause` seconds; a recording's last one, or all of them."""
+    """Readings: one that has settled, or one every `pause` seconds; a recording's last one, or all of them."""
     recorded = source if isinstance(source, Recording) else None
     if recorded is None:
         source.sample()

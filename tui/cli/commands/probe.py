@@ -93,7 +93,7 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
-    """What `--seconds` or `--steps` means; RequestError if both are given, or the time is out of range."""
+    """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time is out of range."""
     if steps is not None:
         if seconds is not None:
             raise RequestError("--seconds and --steps both set the length of a run.", "Give one of them.")
@@ -107,7 +107,7 @@ def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """What `--gpus 0 1` means: the devices, and the positions among them that compute; None: the first ones.
+    """The devices of `--gpus 0 1`, and the positions among them that compute; None: the first ones.
 
     With `--devices` they are positions in it; without, indices of the kind of device that this machine has.
     """

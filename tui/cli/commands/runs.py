@@ -52,7 +52,7 @@ def list_runs(
         Literal["created", "workload", "samples/s", "time"] | None,
         typer.Option("--sort", help="By this, the newest or largest first. Default: created."),
     ] = None,
-    most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="At most so many.")] = None,
+    most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="The most runs to list.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List past runs, the newest first: their state, tags and notes, and why they failed."""
@@ -204,7 +204,7 @@ def prune_runs(
     older: Annotated[
         str | None, typer.Option("--older-than", help="Only runs that are older, like 30d or 12h.")
     ] = None,
-    keep: Annotated[int | None, typer.Option("--keep", min=0, help="Keep the newest so many.")] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=0, help="The number of newest runs to keep.")] = None,
     states: Annotated[
         str | None, typer.Option("--state", help="Only runs in these states, like failed,stopped.")
     ] = None,

@@ -40,7 +40,7 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def lay_for(place: Place, choices: Mapping[str, Lay]) -> Lay | None:
-    """How to place the parts; None for one device. RequestError for an unknown name or too few devices."""
+    """The placement of the model's parts; None for one device. RequestError for an unknown name or too few devices."""
     if place.placement in ("", "single"):
         return None
     if place.placement not in choices:
