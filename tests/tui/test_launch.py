@@ -188,7 +188,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     running: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, module: str = "evener", **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
+        paths = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
+        environment = {**os.environ, "PYTHONPATH": paths, "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, *words],
             cwd=tmp_path,
