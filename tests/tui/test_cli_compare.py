@@ -176,7 +176,7 @@ def test_an_interrupt_leaves_no_child() -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert json.loads(out)["interrupted"]
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 
