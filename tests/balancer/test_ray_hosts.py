@@ -38,6 +38,7 @@ from evener.errors import DeviceError, RequestError
 from evener.plan import load_plan
 from evener.tui.cli.main import run
 from evener.tui.runtime.snapshot_publisher import open_publisher
+from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
 from tests.support.ray_cluster import (
@@ -58,6 +59,7 @@ skip_without("ray")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.usefixtures("cores_of_one_user"),
+    two_cores,
 ]
 BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"
 
@@ -258,12 +260,18 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
             seen.append(event.seen.probe.layout)
         return {layout.kind for layout in seen if layout.global_batch == 64} == {"solo", "split"}
 
+    def raced(event: Event) -> bool:
+        return was_timed(event, "race")
+
     ended = search(Session(request), compared)
+    for _ in range(4):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
+        if "known" in ended.verdict:
+            ended = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(r"a split over .* loses .*, because keeping them in step costs (\d+) ms a step", ended.verdict)
     assert costs is not None, ended.verdict
     assert int(costs[1]) >= 25  # nearly 50; what the devices compute is predicted from steps that others slowed
-    more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), lambda event: was_timed(event, "race"))
+    more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)
     assert more.plan.search.probes > ended.plan.search.probes
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from evener.devices.nvidia.mps import PROGRAM, MpsDaemon, find_program
 from evener.errors import DeviceError
+from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
@@ -142,6 +143,7 @@ def test_a_daemon_of_somebody_elses_is_not_touched(install: Install, tmp_path: P
         server.kill()
 
 
+@two_cores
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["success", "failure", "SIGINT", "SIGTERM"])
 def test_a_comparison_leaves_no_daemon_however_it_ends(install: Install, tmp_path: Path, end: str) -> None:
