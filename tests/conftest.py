@@ -27,6 +27,12 @@ from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
+LONGEST = (
+    "test_keras_exact.py",
+    "test_ray_trainings.py",
+    "test_keras_group.py",
+    "test_ray_hosts.py",
+)  # a minute and more
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
 settings.load_profile("evener")
 
@@ -34,10 +40,11 @@ settings.load_profile("evener")
 def pytest_configure() -> None:
     """A killed test run leaves no training behind that would hold a GPU's memory; the recorded journals are trusted."""
     end_with_this_process()
+    gc.set_threshold(50_000, 20, 100)  # as in every Python that a test starts (light_start)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
-        for folder in ("evener", "devices", "workloads", "balancer", "tui"):
+        for folder in ("evener", "devices", "workloads", "balancer", "tui", "tests/support"):
             compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
-    paths = [str(Path(__file__).parent / "support" / "light_keras"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parent / "support" / "light_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
         with suppress(OSError):
@@ -48,11 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests stand between the others, and all of them before the last quarter.
 
     They keep the cores busy while others wait, and no worker is left with one of them at the end.
+    The longest come first.
     """
     slow = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
     others = list(dict.fromkeys(item.path for item in items if item.path not in slow))
     places = {path: i / len(others) for i, path in enumerate(others)}
     places |= {path: 0.75 * i / len(slow) for i, path in enumerate(slow)}
+    places |= {path: LONGEST.index(path.name) - len(LONGEST) for path in slow if path.name in LONGEST}
     items.sort(key=lambda item: places[item.path])
 
 

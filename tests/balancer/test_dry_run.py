@@ -19,6 +19,7 @@ from evener.balancer.types import solo
 from evener.devices.simulated.machine_file import catalogue
 from evener.errors import NoLayoutError
 from evener.tui.cli.main import run
+from tests.support.cores import two_cores
 
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 REAL = Request(devices="cpu/2", workload="synthetic", framework="none", settings={"base_ms": 1.0})
@@ -53,12 +54,14 @@ def test_the_time_and_the_batches_that_it_says_are_those_of_the_search(batch: in
     assert [size for size, _ in outlook.steps] == [8, 64]
 
 
+@two_cores
 def test_a_search_of_steps_that_vary_is_said_to_take_longer() -> None:
     """Its probes go on until they are sure, or their time is over."""
     varying = msgspec.structs.replace(REAL, settings={"base_ms": 5.0, "noise": 0.8})
     assert foresee(varying).search_seconds > 30.0, "of steady steps it would be 16 s"
 
 
+@two_cores
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
     """Only on the first device; what the workload raises is named."""
     phases: list[ProbeProgress] = []
@@ -84,6 +87,7 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     assert dry_run(take_in(REAL), lambda _: None, stop) is None
 
 
+@two_cores
 def test_a_workload_that_hangs_ends_with_the_budget() -> None:
     """And says where it was."""
     hanging = msgspec.structs.replace(REAL, settings={"fail": "hang"}, budget_seconds=1.5)

@@ -15,6 +15,7 @@ from evener.balancer.probes.make import make_prober
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
 from evener.errors import RequestError
+from tests.support.cores import two_cores
 
 SPLIT = layout_of((6, 2))
 
@@ -34,6 +35,7 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
     assert choose_engine(resolved, GroupKey.for_layout(layout_of((8, 0)))) == ""
 
 
+@two_cores
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -53,6 +55,7 @@ def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str)
         take_in(asked(**fields))
 
 
+@two_cores
 def test_limits_that_an_engine_can_keep_are_let_through(fake_nvml: Callable[..., Any]) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
     fake_nvml(2)
@@ -60,6 +63,7 @@ def test_limits_that_an_engine_can_keep_are_let_through(fake_nvml: Callable[...,
     assert take_in(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
 
 
+@two_cores
 @pytest.mark.slow
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for(cores_of_one_user: int) -> None:
     """Real steps of uneven shares, by the engine that nothing else would choose; the plan would name it."""

@@ -17,6 +17,7 @@ import pytest
 
 from evener.devices.nvidia.mps import PROGRAM, MpsDaemon, find_program
 from evener.errors import DeviceError
+from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
@@ -74,7 +75,7 @@ def server_of(folder: str) -> psutil.Process:
     return psutil.Process(int((Path(folder) / "pid").read_text()))
 
 
-def gone(process: psutil.Process, folder: str, seconds: float = 15.0) -> bool:
+def gone(process: psutil.Process, folder: str, seconds: float = 60.0) -> bool:
     """Whether both end within a time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -108,7 +109,7 @@ def test_it_ends_with_the_process_that_holds_it(install: Install, number: signal
     folder = holder.stdout.readline().strip()
     server = server_of(folder)
     holder.send_signal(number)
-    holder.wait(10)
+    holder.wait(60)
     holder.stdout.close()
     assert gone(server, folder)
 
@@ -122,7 +123,7 @@ def test_nothing_is_left_whenever_the_holder_is_killed(install: Install, tmp_pat
     )
     time.sleep(seconds)
     holder.kill()
-    holder.wait(10)
+    holder.wait(60)
     assert nothing_left(tmp_path)
 
 
@@ -145,6 +146,7 @@ def test_a_daemon_of_somebody_elses_is_not_touched(install: Install, tmp_path: P
         server.kill()
 
 
+@two_cores
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["success", "failure", "SIGINT", "SIGTERM"])
 def test_a_comparison_leaves_no_daemon_however_it_ends(install: Install, tmp_path: Path, end: str) -> None:
@@ -178,7 +180,7 @@ def own_folder(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(tmp_path)}
 
 
-def nothing_left(tmp_path: Path, seconds: float = 20.0) -> bool:
+def nothing_left(tmp_path: Path, seconds: float = 60.0) -> bool:
     """Whether within a time no process of the program's family has a folder in the test's, and no such folder stays."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

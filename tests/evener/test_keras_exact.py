@@ -1,4 +1,4 @@
-"""A split learns what one device learns: weights and logs after 20 steps, in float64, against Keras alone.
+"""A split learns what one device learns: weights and logs after two epochs, in float64, against Keras alone.
 
 Each engine has processes of its own, forked from one that has imported Keras; a test reads what its engine's found.
 Models as users write them are in the last part.
@@ -49,7 +49,7 @@ def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempP
 
 @pytest.mark.parametrize("case", TOWERS)
 def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Weights within 1e-12 after 21 steps with a short last batch; what fit reports within 1e-12 too."""
+    """Weights within 1e-12 after two epochs with a short last batch; what fit reports within 1e-12 too."""
     found = proofs("towers")[0][case]
     assert found["weights"] <= 1e-12
     assert found["logs"] <= 1e-12
@@ -86,7 +86,7 @@ def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: s
 
 @pytest.mark.parametrize("case", ["forced", "by rule"])
 def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Within 1e-12 after 300 steps: with changes after every fifth, in passes, clipped; and as the rule says."""
+    """Within 1e-12 after 105 steps or 140: with changes after every fifth, in passes, clipped; and as the rule says."""
     first, *others = (found[case] for found in proofs("group of 3"))
     assert first["weights"] <= 1e-12
     assert first["logs"] <= 1e-12
@@ -94,12 +94,12 @@ def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any,
 
 
 def test_a_slow_process_loses_rows_and_gets_them_back_and_the_monitor_sees_why(proofs: Any) -> None:
-    """Slow from step 60 to 179. All decide the same; own work, the training's name and changes are in live files."""
+    """Slow from step 60 to 109. All decide the same; own work, the training's name and changes are in live files."""
     every = [found["by rule"] for found in proofs("group of 3")]
     changes = every[0]["changes"]
     assert changes == [
         [70, [18, 3, 3], "cpu-1-of-4 slower by 100 % since step 60"],
-        [190, [15, 6, 3], "cpu-1-of-4 faster by 50 % since step 180"],
+        [120, [15, 6, 3], "cpu-1-of-4 faster by 50 % since step 110"],
     ]
     assert all(found["changes"] == changes for found in every)
     assert all(found["own"] > 0 and found["recorded"] == [after for _, after, _ in changes] for found in every)

@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all p
 
 CASES = [
     *("metrics of batches, maxima and x", "confusion matrices and weights", "metric of a layer"),
-    *("losses of single outputs", "large outputs", "evaluate alone, figures of batches, asked again"),
-    *("evaluate alone, without weights", "steps_per_epoch", "stop by a figure, EarlyStopping"),
-    *("stop in one process, after an epoch", "checkpoints", "weights of small kinds", "ragged rows", "pandas"),
+    *("losses of single outputs", "large outputs", "evaluate alone, figures of batches, asked again, steps_per_epoch"),
+    *("evaluate alone, without weights", "stop by a figure, EarlyStopping, stop in one process, after an epoch"),
+    *("checkpoints", "weights of small kinds", "ragged rows", "pandas"),
 ]
 
 

@@ -21,7 +21,6 @@ SAMPLES = {
     ("towers", "passes"): {
         "sum": (EXACT, EXACT),
         "rmse": (EXACT, "it isn't a mean over rows"),
-        "add_loss: sum": (EXACT, EXACT),
         "add_loss: balance": ("neither a mean nor a sum",) * 2,
         "state: steps": (EXACT, EXACT),
         "pooler, AdamW": (EXACT, EXACT),
@@ -30,7 +29,6 @@ SAMPLES = {
         "nothing has a gradient": ("No gradients",) * 2,
     },
     ("multiworker", "multiworker in passes"): {
-        "own mean": (EXACT, EXACT),
         "ignore_class": (EXACT, "a mean over labels that aren't ignored"),
         "own class weights, one class a batch": ("it isn't a mean over rows",) * 2,
         "pooler, Ftrl": (EXACT, EXACT),

@@ -26,10 +26,12 @@ from evener.devices.backend import ChildEnvironment
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
 from evener.live.reporter import Training, read_trainings
+from tests.support.cores import two_cores
 from tests.support.probe_children import at_birth, list_probe_children
 from tests.support.probers import child_prober
 
 HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # for children that hang
+pytestmark = two_cores
 GONE_SECONDS = 60.0
 Make = Callable[..., ChildProber]
 

@@ -18,6 +18,7 @@ from evener.balancer.session import Request, Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
 from evener.devices.cpu.slices import slices
 from evener.devices.types import Device, Limit
+from tests.support.cores import CORES, two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
 
@@ -33,8 +34,8 @@ def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
 
 
 def one_slice(memory_bytes: int | None = None) -> Device:
-    """The first of two slices, with a memory limit."""
-    return msgspec.structs.replace(slices(2)[0], limit=Limit(memory_bytes=memory_bytes))
+    """The first of two slices, or the only one, with a memory limit."""
+    return msgspec.structs.replace(slices(min(2, CORES))[0], limit=Limit(memory_bytes=memory_bytes))
 
 
 def test_the_host_s_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     assert event.plan.layout.global_batch < min(killed)
 
 
+@two_cores
 @pytest.mark.usefixtures("quick_probes")
 def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
     """A device with a small memory ends with a batch that fits it, after few failures."""
@@ -151,7 +153,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "workload", "cap_mib", "batch", "micro"),
-    [("tensorflow", "keras_mnist", 300, 3_000, 500), ("torch", "torch_mnist", 250, 2_400, 400)],
+    [("tensorflow", "keras_mnist", 150, 1_500, 250), ("torch", "torch_mnist", 125, 1_200, 200)],
 )
 def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int

@@ -20,6 +20,7 @@ from evener.balancer.session import Request, Session
 from evener.balancer.store import journal, replay, runs
 from evener.balancer.store.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.types import Failed
+from tests.support.cores import two_cores
 from tests.support.probe_children import list_probe_children
 
 KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
@@ -232,6 +233,7 @@ def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
     assert outcomes.count("Timed") >= 4
 
 
+@two_cores
 def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
     """One sentence with each device's smallest failure."""
     from evener.errors import NoLayoutError

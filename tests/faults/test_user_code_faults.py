@@ -14,9 +14,10 @@ from evener.balancer.events import Event, ProbeProgress
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.errors import EvenerError, NoLayoutError, RequestError
+from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, two_cores]
 
 BUILD = """
 def build():
@@ -105,7 +106,7 @@ def build():
 """
 
 
-@pytest.mark.skipif(0 not in os.sched_getaffinity(0) or len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
+@pytest.mark.skipif(0 not in os.sched_getaffinity(0), reason="the first core raises")
 @pytest.mark.parametrize("budget", [600.0, 0.5])
 def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path, budget: float) -> None:
     """The first device's failure is everybody's: the other one, which still builds, is not waited for.

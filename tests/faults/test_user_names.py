@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, two_cores]
 
 TRAIN = """
 import balancer, devices, tui, workloads.model

@@ -365,11 +365,15 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "metric of a layer": (watched, validated),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
     "large outputs": (wide, fit_wide),
-    "evaluate alone, figures of batches, asked again": (by_mae, in_turn(evaluate_alone, batch_figures, results_twice)),
+    "evaluate alone, figures of batches, asked again, steps_per_epoch": (
+        by_mae,
+        in_turn(evaluate_alone, batch_figures, results_twice, some_steps),
+    ),
     "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
-    "steps_per_epoch": (by_mae, some_steps),
-    "stop by a figure, EarlyStopping": (by_mae, in_turn(stops(lambda _: StopBelow()), early)),
-    "stop in one process, after an epoch": (by_mae, in_turn(stops(StopInOne), stops(StopInOneEpoch))),
+    "stop by a figure, EarlyStopping, stop in one process, after an epoch": (
+        by_mae,
+        in_turn(stops(lambda _: StopBelow()), early, stops(StopInOne), stops(StopInOneEpoch)),
+    ),
     "checkpoints": (by_adam, saved),
     "weights of small kinds": (small_kinds, fit),
     "ragged rows": (ragged_model, fit_ragged),
@@ -467,11 +471,11 @@ def refused(split: Split) -> dict[str, str]:
         "shards": lambda model: model.fit(parts, verbose=0),
         "nothing": lambda model: model.fit(batches(Y), verbose=0),
     }
-    found = {}
+    found, model = {}, split.build(by_mae)
     for name, action in tried.items():
         try:
             found[name] = ""
-            action(split.build(by_mae))
+            action(model)
         except EvenerError as error:
             found[name] = str(error)
     return found

@@ -40,17 +40,22 @@ def _made(inner: list[Any], optimizer: Any, **compiled: Any) -> Any:
 
 
 def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[str, Any]:
-    """Weights and figures of two epochs, each with a validation, beside one device that takes the rows as they come."""
+    """Weights and figures of two epochs beside one device that takes the rows as they come.
+
+    Rows without weights are validated with, too.
+    """
 
     def dealt(model: Any) -> Any:
         data = split.data(WORDS, KINDS, weights, lengths=LENGTHS)
-        return model.fit(data, epochs=2, verbose=0, validation_data=data).history
+        held = {"validation_data": data} if weights is None else {}
+        return model.fit(data, epochs=2, verbose=0, **held).history
 
     def plain(model: Any) -> Any:
         rows = (WORDS, KINDS) if weights is None else (WORDS, KINDS, weights)
         given = dict(zip(("x", "y", "sample_weight"), rows, strict=False))
         options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        return model.fit(**given, epochs=2, validation_data=rows, **options).history
+        held = {"validation_data": rows} if weights is None else {}
+        return model.fit(**given, epochs=2, **held, **options).history
 
     return train_twice(split, make, dealt, plain)
 

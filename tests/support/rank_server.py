@@ -86,7 +86,6 @@ def serve(module: str) -> None:
         request = json.loads(line)
         called = find_function(request["function"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
-        gc.set_threshold(50_000, 20, 100)  # graphs of TensorFlow and Keras are many objects: seldom is enough
         ranks = {fork_rank(called, request, rank): rank for rank in range(len(request["environments"]))}
         print(json.dumps(wait_for(ranks)), file=answers, flush=True)
     os._exit(0)  # taking all modules down takes seconds

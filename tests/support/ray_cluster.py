@@ -16,6 +16,7 @@ from evener.devices.cluster.agents import end_agents
 from tests.support.probe_children import list_probe_children
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+THIRD = "127.0.0.4"  # of a host that joins
 GPUS = 2  # that Ray believes the second node to have
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 

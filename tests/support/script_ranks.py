@@ -22,6 +22,17 @@ def run_script(_rank: int, script: str, *words: str) -> str:
     return printed.getvalue()
 
 
+def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
+    """As `run_script`, with float64 as Keras' default: the same figures on every CPU."""
+    import keras
+
+    from tests.support.keras_twice import leave_graphs_alone
+
+    keras.config.set_floatx("float64")
+    leave_graphs_alone()
+    return run_script(rank, script, *words)
+
+
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     """As `run_script`, on one thread of PyTorch."""
     import torch

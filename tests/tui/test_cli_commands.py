@@ -19,6 +19,7 @@ from evener.devices.simulated.machine_file import catalogue
 from evener.plan.file import load_plan, to_json, to_toml
 from evener.tui.cli.main import run
 from evener.tui.cli.streams import draws_screens
+from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -271,7 +272,11 @@ def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    "where", [("--devices", PAIR), ("--devices", "cpu/2", "--workload", "synthetic")], ids=["simulated", "cpu"]
+    "where",
+    [
+        pytest.param(("--devices", PAIR), id="simulated"),
+        pytest.param(("--devices", "cpu/2", "--workload", "synthetic"), id="cpu", marks=two_cores),
+    ],
 )
 def test_a_probe_of_so_many_steps_says_steps_and_memory(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ import pytest
 
 from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
+from tests.support.cores import two_cores
 from tests.support.quick_probes import QUICK_EVENER
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -112,6 +113,7 @@ def test_a_run_can_be_shown_and_exported_afterwards(capsys: pytest.CaptureFixtur
     assert run(["runs", "show", answer["run"]]) == 0
 
 
+@two_cores
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -145,6 +147,7 @@ def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFi
     assert {layout["kind"] for layout in answer["layouts"]} == {"solo", "pack"}
 
 
+@two_cores
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +163,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
     assert not psutil.Process().children(recursive=True)
 
 
+@two_cores
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_child() -> None:
     """While packing; the plan so far is still printed."""
@@ -176,10 +180,11 @@ def test_an_interrupt_leaves_no_child() -> None:
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert json.loads(out)["interrupted"]
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 
+@two_cores
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 def test_a_workload_without_a_framework_has_no_profiler(capsys: pytest.CaptureFixture[str]) -> None:

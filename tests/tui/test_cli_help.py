@@ -13,6 +13,7 @@ import pytest
 from evener.tui.cli.main import run
 from evener.tui.text.workload_help import KERAS_EXAMPLE, TORCH_EXAMPLE, workload_help
 from evener.workloads import registry
+from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -54,6 +55,7 @@ def test_the_readme_has_the_scripts_of_help() -> None:
     assert dict(SCRIPTS) == {"train_keras.py": KERAS_EXAMPLE, "train_torch.py": TORCH_EXAMPLE}
 
 
+@two_cores
 @pytest.mark.slow
 @pytest.mark.usefixtures("cores_of_one_user")
 @pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])

@@ -24,6 +24,7 @@ from evener.tui.launch.job import make_job
 from evener.tui.launch.output import named_output
 from evener.tui.signals import caught_signals
 from evener.tui.text.launch_line import launch_hint
+from tests.support.cores import two_cores
 from tests.support.launched_checks import check_ranks
 from tests.support.launched_plan import plan
 from tests.support.torch_start import free_port
@@ -52,6 +53,7 @@ def starts(made: Plan, script: str, **options: str) -> list[dict[str, Any]]:
     return found
 
 
+@two_cores
 def test_each_slice_that_computes_gets_a_process_on_its_cores(script: str) -> None:
     count = len(os.sched_getaffinity(0))
     made = starts(plan([f"cpu-{i}-of-{count}{'' if i else '(out)'}" for i in range(count)]), script)
@@ -70,6 +72,7 @@ def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fak
         assert [start["variables"]["CUDA_VISIBLE_DEVICES"] for start in keras] == visible
 
 
+@two_cores
 def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
     devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 4 * i}\n' for i in (0, 1))
     Path("plan.toml").write_text(devices)
@@ -188,7 +191,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     running: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, module: str = "evener", **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
+        paths = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
+        environment = {**os.environ, "PYTHONPATH": paths, "EVENER_LIVE_DIR": str(tmp_path / "live"), **variables}
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, *words],
             cwd=tmp_path,

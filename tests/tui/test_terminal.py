@@ -165,5 +165,5 @@ def test_no_probe_child_outlives_the_app(terminal: Open, ending: signal.Signals)
         one._read(0.1)
     one.child.send_signal(ending)
     one.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

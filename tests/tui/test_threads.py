@@ -148,7 +148,7 @@ def test_a_signal_goes_to_the_confirmed_process(script: Any) -> None:
     try:
         row = script.process(child.pid, start_time=psutil.Process(child.pid).create_time())
         send_signal(row, "TERM")
-        assert child.wait(10) == -signal.SIGTERM
+        assert child.wait(60) == -signal.SIGTERM
     finally:
         child.kill()
         child.wait()

@@ -219,7 +219,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     workload = build("keras_mnist", settings=small)
     traces = count_traces(workload)
-    seen = losses(workload, (64,), 100)
+    seen = losses(workload, (64,), 70)
     memory = workload.max_memory_bytes()
     for share in (5, 64, 7):
         losses(workload, (share,), 1)

@@ -121,7 +121,7 @@ def test_ranks_wait_for_each_other_and_see_one_die() -> None:
     workload.prepare((2, 6))
     for _ in range(3):
         workload.step()
-    thread.join(10)
+    thread.join(60)
     assert seen == ["three steps"]
     with pytest.raises(ConnectionError):
         workload.step()

@@ -23,6 +23,7 @@ from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.models.language import Decoder, Texts, make_recipe, pad_texts
 from evener.workloads.torch_backend.samplers import Lengths, read_lengths
 from evener.workloads.torch_backend.workload import TorchWorkload
+from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.slow
 
@@ -233,6 +234,7 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
         assert workload.work().padded < 12 * 7
 
 
+@two_cores
 @pytest.mark.usefixtures("cores_of_one_user")
 def test_children_measure_rows_that_are_dealt_by_cost() -> None:
     """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as they come."""
