@@ -137,15 +137,21 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     """A whole run as far as its verdict; what it raises is a defect."""
     prober = StartingProber(machine, seed, ask.start)
     search = Search(problem(machine, ask, seed))
-    while probes := search.ask():
-        for one in prober.measure(probes):
-            search.tell(one)
-        if len(prober.seen) > MOST_PROBES:
-            raise AssertionError("the search does not end")
+    finish(search, prober)
     header = describe_run("run", _resolve(machine, ask, seed))
     why = search.why_stopped() or ""
     outcome = build_outcome(header, search, prober.seen, Facts(engine="simulated"), why, prober.seconds)
     return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
+
+
+def finish(search: Search, prober: StartingProber) -> None:
+    """Measure what it asks until it asks no more."""
+    while probes := search.ask():
+        for one in prober.measure(probes):
+            search.tell(one)
+        if len(prober.seen) > MOST_PROBES:
+            last = [(one.stage, one.turn, one.layout.shares) for one in probes]
+            raise AssertionError(f"the search does not end, and asks for {last}")
 
 
 def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str) -> Trial:
