@@ -247,6 +247,11 @@ class Observations:
         """What exploration saw of a device, in the order of its probes."""
         return [self._seen[probe] for probe in sorted(self._explored[position], key=order_probe)]
 
+    def largest_alone(self, position: int) -> float:
+        """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
+        timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
+        return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
+
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
         if position not in self.gone:

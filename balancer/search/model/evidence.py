@@ -29,6 +29,9 @@ class Store(Protocol):
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
 
+    def largest_alone(self, position: int) -> float:
+        """The most rows of a pass that the device ran alone; less than 1 before any."""
+
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
@@ -119,19 +122,14 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
     if seen.devices:
         return position in seen.devices
     shares = seen.probe.layout.pass_rows
-    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / _largest_alone(store, i), -i))
+    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i))
 
 
 def _too_large(store: Store, position: int, seen: Failed) -> bool:
     """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
-    layout, ran = seen.probe.layout, _largest_alone(store, position)
+    layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
     return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
-
-
-def _largest_alone(store: Store, position: int) -> float:
-    sizes = (one.probe.layout for one in store.explored(position) if isinstance(one, Timed))
-    return max((layout.pass_rows[position] for layout in sizes if layout.traits.alone), default=0.5)
 
 
 def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
