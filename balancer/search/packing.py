@@ -6,7 +6,8 @@ the smallest N within `ENOUGH` of the best is chosen, or within the tolerance wh
 
 Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the largest that fits N
 times by the device's memory points, at most that of the single device. A little memory is left free, for contexts and
-allocators.
+allocators. Finally the best size is retried using 99.8 % of memory, if the single device's curve predicts a gain; sizes
+tried with two batches are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from evener.balancer.search.model.memory import Memory
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
-WHOLE_MEMORY = 0.998  # the same of a fixed batch, which can't be made smaller
+WHOLE_MEMORY = 0.998  # of a device's memory, for the final try
+LAST_GAIN = 0.004  # relative: the least predicted gain for which the final try is made
 BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
 PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
 
@@ -47,7 +49,9 @@ class Packing:
     def next_layout(self) -> Layout | None:
         """What to measure next; None when the best is certain enough."""
         size = next_size(self._rates, self._most)
-        return None if size is None or size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
+        if size is None:
+            return self._with_all_memory()
+        return None if size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
 
     def first_layout(self) -> Layout | None:
         """What to measure before any pack ran; None once one did, or if none can."""
@@ -104,20 +108,20 @@ class Packing:
 
     def _batch(self, size: int) -> int:
         """The batch of each of `size` trainings; 0 if not even the smallest fits."""
-        batch = self._batch_within(size)
+        batch = self._batch_within(size, MEMORY_SHARE)
         if self._problem.global_batch is not None:
             return batch
         for seen in self._by_size.get(size, []):
             batch = min(batch, int(seen.probe.layout.global_batch * PACK_RETREAT))
         return max(0, batch // self._problem.multiple_of * self._problem.multiple_of)
 
-    def _batch_within(self, size: int) -> int:
-        """The batch of each of `size` trainings by the memory, in whole quanta, at most the single's."""
+    def _batch_within(self, size: int, share: float) -> int:
+        """The batch of each of `size` trainings in a share of the memory, in whole quanta, at most the single's."""
         batch, quantum = self._single.global_batch, self._problem.multiple_of
         limit = self._model.seen.memory_limit(self._position)
         if self._problem.global_batch is not None or limit is None or not self._memory.points:
             return batch
-        return min(batch, self._memory.largest_within(MEMORY_SHARE * limit / size)) // quantum * quantum
+        return min(batch, self._memory.largest_within(share * limit / size)) // quantum * quantum
 
     @cached_property
     def _most(self) -> int:
@@ -141,6 +145,25 @@ class Packing:
                 held[layout.global_batch] = max(used // layout.processes, held.get(layout.global_batch, 0))
         memory = self._model.devices[self._position].memory
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
+
+    def _with_all_memory(self) -> Layout | None:
+        """The size that should gain most with no memory left free; None if none should.
+
+        Sizes tried with two batches are skipped: they ran out of memory, or had this try.
+        """
+        curve = self._model.alone[self._position]
+        if curve is None:
+            return None
+        promised: dict[float, Layout] = {}
+        for size, tries in self._by_size.items():
+            batch, rate = self._batch_within(size, WHOLE_MEMORY), self._rates.get(size)
+            tried = tries[0].probe.layout.global_batch
+            if rate and len(tries) == 1 and batch > tried:
+                gain = batch / curve.seconds(batch) * curve.seconds(tried) / tried
+                promised[rate * gain] = pack_on(self._single, size, self._mode, batch)
+        top = max((rate for rate in self._rates.values() if rate), default=0.0)
+        best = max(promised, default=0.0)
+        return promised[best] if best > top * (1 + LAST_GAIN) else None
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
