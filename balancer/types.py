@@ -162,6 +162,11 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         """What the same start takes once everything is imported."""
         return self.start_seconds - self.import_seconds
 
+    def held_back(self, position: int = -1) -> bool:
+        """Whether a device held itself back meanwhile; with a position, that device or one that isn't known."""
+        slowed = [one.device for one in self.warnings if one.code == "throttled"]
+        return any(-1 in (position, device) or position == device for device in slowed)
+
     @property
     def power(self) -> Power | None:
         """Of all devices together; None if one doesn't report it."""

@@ -35,6 +35,8 @@ class Store(Protocol):
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
+HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
+
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """One device's points. `rounds` counts its solo probes; `lost` says why it is left out, or is empty."""
@@ -155,19 +157,21 @@ def read_points(seen: Sequence[Observation], position: int, own_part: bool = Fal
     """Whole steps, or the device's own part of them, with standard errors.
 
     Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
-    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
+    held back says little of its curve, unless it always was.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
         seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
+    steady = any(not one.held_back(position) for one, _ in found)
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
-        wide = max(error, noise / math.sqrt(count))
+        wide = max(error, noise / math.sqrt(count), HELD_BACK if steady and one.held_back(position) else 0.0)
         yield Point(layout.shares[position], seconds, wide, layout.passes(position))
 
 
