@@ -153,7 +153,7 @@ class Observations:
         return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """The checks of a layout and its turns since, if they are surely slower than before: the machine has changed."""
+        """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
         checks = {one.probe.turn: one for one in timed if one.probe.stage == "check"}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)

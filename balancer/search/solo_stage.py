@@ -30,6 +30,7 @@ GROWN = 1.1  # times the largest batch that ran: growth worth a round
 MOST_PASSES = 4  # of the probe that shows what passes cost
 FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
+LEAST_RATE = 1e-9  # samples/s
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
 COMES_TRUE = 0.5  # of a hope
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
@@ -79,7 +80,13 @@ class SoloStage:
         counts = range(1, len(order) + 1)
         best = max(counts, key=lambda n: math.fsum(hopes[i] for i in order[:n]) / max(costs[order[n - 1]], LEAST_ROUND))
         kept = order[:best]
-        return {i: due[i] for i in kept} if self._budget.has_time(max(costs[i] for i in kept)) else {}
+        layout = solo(self._problem.devices, kept[-1], due[kept[-1]])  # without a second batch there is no curve
+        affordable = self._budget.affords(layout, "race", self._step(kept[-1], due[kept[-1]]))
+        known = [
+            max((p.batch / p.seconds for p in self._model.devices[i].alone), default=0.0) for i in self._model.live
+        ]
+        gain = math.fsum(hopes[i] for i in kept) / max(math.fsum(known), LEAST_RATE)
+        return {i: due[i] for i in kept} if affordable and self._budget.pays(gain, costs[kept[-1]]) else {}
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
         wanted = self._hoped

@@ -35,6 +35,7 @@ class Store(Protocol):
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
+ENOUGH_STEADY = 2  # points without those in which the device was held back
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
@@ -165,7 +166,8 @@ def read_points(seen: Sequence[Observation], position: int, own_part: bool = Fal
         seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
-    steady = any(not one.held_back(position) for one, _ in found)
+    steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
+    found = steady if len(steady) >= ENOUGH_STEADY else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))

@@ -54,7 +54,7 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     if own <= before or other.batch - one.batch < 2:
         return None
     width = (one.batch + other.batch) / 2 - one.batch
-    if after > own / BENT:
+    if after > max(before, own / BENT):
         width = (other.batch - one.batch) * (after - own) / (after - before)
     batch = math.floor(one.batch + width)
     seconds = one.seconds + before * (batch - one.batch)
