@@ -72,7 +72,7 @@ class Budget:
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
         each = left / max(1, probes_left) - self._warm_up(layout, 0.0)
-        return round(max(SHORTEST_PROBE_SECONDS, FEWEST_STEPS * step, min(wanted, each)), 3)
+        return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
         self, layout: Layout, ends_with: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
@@ -92,6 +92,10 @@ class Budget:
             return True
         left = self._end("race") - self.spent
         return self.spent + seconds <= self._end("split") and (seconds + after <= left or after > left)
+
+    def cheap(self, seconds: float) -> bool:
+        """Whether that is a small part of what is left."""
+        return self.seconds is None or seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
         """Whether a probe that should gain so much is worth its time."""

@@ -95,16 +95,27 @@ class SoloStage:
         batches = {i: share for i, share in wanted.shares if self._shows_more(i, share)}
         batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
         if not batches:
-            return ()
+            return self._even_round()
         longest = max(self._seconds(i, batch) for i, batch in batches.items())
         gain = self._expected_gain(wanted)
         if not self._budget.pays(gain, longest):
-            return ()
+            return self._even_round()
         for i in self._model.live:  # they work too, as in a split, and cost no time
-            batch = self._widest_gap(i)
-            if i not in batches and self._seconds(i, batch) <= longest and self._is_new(i, batch):
+            batch = max(self._even_share(i), batches.get(i, 0)) or self._widest_gap(i)
+            if self._seconds(i, batch) <= longest and self._is_new(i, batch):
                 batches[i] = batch
         return self._round(batches)
+
+    def _even_round(self) -> tuple[Probe, ...]:
+        """The even share of a fixed batch on each device, where it isn't known to fit: cheap, while curves are few."""
+        evens = {i: even for i in self._model.live if (even := self._even_share(i)) and self._is_new(i, even)}
+        costs = [self._seconds(i, even) for i, even in evens.items()]
+        return self._round(evens) if evens and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+
+    def _even_share(self, position: int) -> int:
+        """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
+        even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
+        return even if self._model.devices[position].memory.ran < even <= self._far(position) else 0
 
     def _round(self, batches: dict[int, int]) -> tuple[Probe, ...]:
         return tuple(self._probe(i, batch, self._turn) for i, batch in sorted(batches.items()))
@@ -118,14 +129,18 @@ class SoloStage:
 
     @cached_property
     def _hopes(self) -> tuple[Curve | None, ...]:
-        """Each device's curve as fast as it may be; indistinguishable devices share their points."""
-        hopes: list[Curve | None] = [None] * len(self._model.devices)
+        """Each device's curve as fast as it may be."""
+        return self._between(bends=True)
+
+    def _between(self, bends: bool) -> tuple[Curve | None, ...]:
+        """Curves through the points of indistinguishable devices, with the bends that are hoped for or straight."""
+        curves: list[Curve | None] = [None] * len(self._model.devices)
         for group in self._model.groups:
             points = [p for i in group for p in self._model.solo_points(i)]
             for i in group:
                 curve = self._model.alone[i]
-                hopes[i] = hopeful_curve(points, curve) if curve else None
-        return tuple(hopes)
+                curves[i] = hopeful_curve(points, curve, bends) if curve else None
+        return tuple(curves)
 
     @cached_property
     def _hoped(self) -> Allocation | None:
@@ -151,10 +166,11 @@ class SoloStage:
 
     def _expected_gain(self, wanted: Allocation) -> float:
         """How much faster the hoped layout is than the best of what is known; half of it comes true."""
+        straight = self._between(bends=False)
         ran = [
             DeviceCurve(i, curve, min(self._model.devices[i].memory.ran, self._far(i)))
             for i in self._model.live
-            if (curve := self._model.alone[i])
+            if (curve := straight[i])
         ]
         known = self._fastest(ran)
         if known is None:

@@ -35,6 +35,7 @@ class Store(Protocol):
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
+
 ENOUGH_STEADY = 2  # points without those in which the device was held back
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 

@@ -16,17 +16,17 @@ from evener.curves import Curve
 
 BENT = 1.1  # times: slopes that differ by less are one slope
 RISEN = 0.03  # relative: times that differ by less are level
-CLEAR = 3.0  # standard errors: a gap in which less may hide shows nothing
+CLEAR = 2.0  # standard errors: a gap in which less may hide shows nothing
 
 
-def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """The fastest curve that the points allow; the fitted one where that explains them."""
+def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
+    """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
     found = merge_points(points)
     if len(found) < 3 or (curve.simple and not _bend_is_open(found, curve)):
         return curve
     knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]
     for i in range(1, len(found)):
-        bend = _bend(found, i)
+        bend = _bend(found, i) if bends else None
         knots += [bend] if bend else []
         knots.append((float(found[i].batch), found[i].seconds))
     times = list(accumulate((time for _, time in knots), max))

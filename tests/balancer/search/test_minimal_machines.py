@@ -30,7 +30,6 @@ TODAY = {
     "neighbour_during_splits from 4 s": SLOWED,
     "neighbour_during_splits from 6 s": SLOWED,
     "neighbour_during_splits from 8 s": SLOWED,
-    "larger_budget_worse --global-batch 2048 --budget 60s": "a step takes 6 s: the first split ends late",
     "neighbour_during_splits from 16 s": "an even split is chosen, as its check alone was slow",
 }
 
