@@ -163,9 +163,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         return self.start_seconds - self.import_seconds
 
     def held_back(self, position: int = -1) -> bool:
-        """Whether a device held itself back meanwhile; with a position, that device or one that isn't known."""
-        slowed = [one.device for one in self.warnings if one.code == "throttled"]
-        return any(-1 in (position, device) or position == device for device in slowed)
+        """Whether a device is known to have held itself back meanwhile; with a position, whether that one did."""
+        slowed = [one.device for one in self.warnings if one.code == "throttled" and one.device >= 0]
+        return position in slowed or (position < 0 and bool(slowed))
 
     @property
     def power(self) -> Power | None:

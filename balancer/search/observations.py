@@ -152,6 +152,11 @@ class Observations:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
 
+    def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
+        """The numbers of all its turns, those in which a device was held back too."""
+        raced = {one.probe.turn for one in self.timed_in(layout, stage)}
+        return raced | set(self.turns(layout, stage))
+
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
         checks = {one.probe.turn: one for one in timed if one.probe.stage == "check"}

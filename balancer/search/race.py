@@ -47,7 +47,7 @@ class Race:
             return None
         stage: Stage = "knobs" if chosen.knobs else "race"
         others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]
-        turns = {one: self._seen.turns(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
+        turns = {one: self._seen.turns_taken(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
         last = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         due = [layout for layout, taken in turns.items() if last not in taken]
         turn, layout = (last, due[0]) if due else (last + 1, chosen)
@@ -133,7 +133,7 @@ class Race:
         for layout, turns in self.turns.items():
             if len(turns) != 1 or not all(one.held_back() for one in turns.values()):
                 continue
-            turn = max(turns) + 1
+            turn = max(self._seen.turns_taken(layout, "race")) + 1
             if self._budget.affords(layout, "race", turn=turn, reserved=self._budget.least_seconds(layout)):
                 return Probe(layout, "race", self._budget.probe_seconds(layout, "race", len(self.turns)), turn)
         return None
@@ -159,7 +159,7 @@ class Race:
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
         """The next rival of the open turn, or of a new one."""
-        turns = {one.layout: self._seen.turns(one.layout, stage) for one in rivals}
+        turns = {one.layout: self._seen.turns_taken(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
             due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]

@@ -101,8 +101,9 @@ class SoloStage:
         if not self._budget.pays(gain, longest):
             return self._even_round()
         for i in self._model.live:  # they work too, as in a split, and cost no time
-            batch = max(self._even_share(i), batches.get(i, 0)) or self._widest_gap(i)
-            if self._seconds(i, batch) <= longest and self._is_new(i, batch):
+            even = max(self._even_share(i), batches.get(i, 0))
+            batch = even or self._widest_gap(i)
+            if self._seconds(i, batch) <= (1 + bool(even)) * longest and self._is_new(i, batch):
                 batches[i] = batch
         return self._round(batches)
 
