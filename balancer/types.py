@@ -162,6 +162,11 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         """Seconds of the same start once everything is imported."""
         return self.start_seconds - self.import_seconds
 
+    def held_back(self, position: int = -1) -> bool:
+        """Whether a device is known to have held itself back meanwhile; with a position, whether that one did."""
+        slowed = [one.device for one in self.warnings if one.code == "throttled" and one.device >= 0]
+        return position in slowed or (position < 0 and bool(slowed))
+
     @property
     def power(self) -> Power | None:
         """The power of all devices together; None if one doesn't report it."""

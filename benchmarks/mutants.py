@@ -27,7 +27,8 @@ from typing import Any
 import msgspec
 
 HOME = Path(__file__).resolve().parents[1]
-FILES = ("balancer/search", "evener/shares/whole_rows.py", "evener/plan/file.py", "balancer/probes/block_timing.py")
+PURE = ("balancer/search", "balancer/families", "balancer/objectives")
+FILES = (*PURE, "evener/shares/whole_rows.py", "evener/plan/file.py", "balancer/probes/block_timing.py")
 SEARCH = (
     "search",
     *(f"test_{name}.py" for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")),
@@ -35,7 +36,7 @@ SEARCH = (
 TESTS = {  # of the longest name that fits
     "balancer": ("tests/balancer",),
     "balancer/probes/block_timing.py": ("tests/balancer/test_timing_rules.py",),
-    "balancer/search": tuple(f"tests/balancer/{name}" for name in SEARCH),
+    **dict.fromkeys(PURE, tuple(f"tests/balancer/{name}" for name in SEARCH)),
     "evener": ("tests/evener",),
     "evener/plan/file.py": ("tests/evener/test_plan.py", "tests/evener/test_fit_kinds.py"),
     "evener/shares/whole_rows.py": ("tests/evener/test_shares.py", "tests/evener/test_waterfill.py"),

@@ -122,9 +122,12 @@ def broken_laws(job: HardJob) -> list[tuple[str, str]]:
     found = []
     for case in hard.cases(job.family, job.seed, **job.asked):
         for name, law in laws.LAWS.items():
-            loss = law(case)
-            said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}: {percent(loss, 1)} %"
-            found.append((name, said if loss > laws.NOISE else ""))
+            said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}:"
+            try:
+                loss = law(case)
+                found.append((name, f"{said} {percent(loss, 1)} %" if loss > laws.NOISE else ""))
+            except Exception as error:
+                found.append((name, f"{said} {error!r}"))
     return found
 
 

@@ -47,7 +47,8 @@ def report(outcomes: Sequence[SearchOutcome], seeds: int, command: str) -> str:
         "seeds. The best layout is known exactly from the physics of each machine (`tests/support/search_oracle.py`). "
         "Regret, in per cent, is what the chosen layout's true throughput lacks of the best; at tolerance 2 % it is "
         "about 2 by design. Best and search may take shares in passes; of a free batch these end by the time of the "
-        "slowest device, which takes one. `SimulatedProber` measures, with the timing rules of real probes.\n",
+        "slowest device, which takes one. `SimulatedProber` measures, with the timing rules of real probes. These "
+        "searches have no budget; [hard machines](search_hard.md) are searched with one, as users do.\n",
         "## Targets\n",
         targets(outcomes),
         "\n## By family\n",

@@ -1,7 +1,8 @@
 """Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no clock.
 
 It warms up until two windows of steps agree, then takes blocks of equal length until the 95 % interval of the mean step
-is within `TIGHT`, or the time is spent: half of it, if the rest would not make the interval that narrow. A probe whose
+is within `TIGHT`, or the time is spent: half of it, if the rest would not make the interval that narrow. A step that
+takes longer than the whole probe was meant to ends it. A probe whose
 speed drifted or was throttled is timed once more, with a warning in any case. A whole run ends with its time or its
 steps, however sure the figure is.
 """
@@ -97,9 +98,15 @@ class BlockTimer:
 
     def next_steps(self) -> int:
         """Steps to run as the next block; 0 when it is over."""
+        if self._cannot_pay():
+            return 0
         if not self._steps:
             return self._sized(self._windows[-1]) if self._windows else 1
         return 0 if self._over() and not self._start_again() else self._block_steps()
+
+    def _cannot_pay(self) -> bool:
+        """Whether one step takes longer than all of the probe was meant to: then that step is its figure."""
+        return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
         """Take the block that `next_steps` asked for."""
@@ -107,7 +114,9 @@ class BlockTimer:
             self._blocks.append(block)
             return
         self._windows.append(block)
-        if self._steady():
+        if len(self._windows) == 1 and block.wall_seconds > self._seconds and not self._whole:
+            self._blocks.append(block)
+        elif self._steady():
             self._steps = self._sized(block)
             if self._steps_asked:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))

@@ -21,11 +21,10 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    allowed. Of a free batch, the smallest that is predicted to be within the tolerance of the fastest (`tolerable`) is
    measured, and the fastest too unless the curves can be trusted that far. A device that may beat every split alone is
    measured while the others are idle (stage `rest`).
-3. `race`: every family that was asked for names its candidates (`candidates`), and all are measured in turns. They are
-   compared within each turn, so drift cancels (`ranking`). The best single device always takes part; which batch or
-   device that is may change with what the race shows, or when it runs out of memory. Packs of several trainings grow
-   while they gain (`packing`). A candidate gets another turn while it may still gain more than a part of
-   the tolerance; a tie that the rest of the budget can't resolve is a tie.
+3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
+   They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
+   several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a
+   part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
    again (stage `check`): its figure is to be one that didn't choose it.
 
@@ -38,9 +37,9 @@ to passes of a few sizes by least squares, nothing negative. Batches are dealt b
 curves, `texts` by these costs.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
-smallest within the tolerance of the fastest is chosen; with `max_slowdown`, the layout with most samples per joule that
-is at most so much slower. Else the fastest is, whichever stage measured it, or a simpler one within 1 %. Only where
-packs, placements or other knobs ran is the choice among the layouts of the race.
+smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with most of it
+that is at most `max_slowdown` slower. Else the fastest is, whichever stage measured it, or a simpler one within 1 %.
+Only where packs, placements or other knobs ran is the choice among the layouts of the race.
 
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`

@@ -22,6 +22,7 @@ from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.types import Layout, Problem
 from evener.shares.waterfill import DeviceCurve
 
+LONGER = 1.25  # times the longest step so far: affordable whatever the budget
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 
 
@@ -90,7 +91,7 @@ class Bounds:
 
     def useful(self, device: DeviceCurve) -> int:
         """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
-        curve, limit, quantum = device.curve, self._quick(device), self._quantum
+        curve, limit, quantum = device.curve, self.quick(device), self._quantum
         gain = smallest_gain(self._problem.tolerance)
         slope = (curve.seconds(limit) - curve.seconds(quantum)) / max(1, limit - quantum)
         if slope <= 0 or not curve.simple:
@@ -104,9 +105,11 @@ class Bounds:
         ran = self._devices[device.position].memory.ran
         return min(self.useful(device), reach * ran) if ran else self.useful(device)
 
-    def _quick(self, device: DeviceCurve) -> int:
+    def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
         if self._longest_step is None:
             return device.limit
-        quick = device.curve.largest(self._longest_step, device.limit, self._quantum)
-        return max(self._quantum, min(device.limit, max(self._devices[device.position].memory.ran, quick)))
+        ran = self._devices[device.position].memory.ran
+        longest = max(self._longest_step, LONGER * device.curve.seconds(ran))
+        quick = device.curve.largest(longest, device.limit, self._quantum)
+        return max(self._quantum, min(device.limit, max(ran, quick)))

@@ -7,6 +7,7 @@ take time to start. A probe of exploration must end within `ENDS_BY` of that par
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
@@ -14,6 +15,7 @@ from functools import cached_property
 from evener.balancer.families.registry import family_of
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.observations import EXPLORATION, FIRST_TURN, Observations
+from evener.balancer.search.ranking import worthwhile_gain
 from evener.balancer.search.statistics import median
 from evener.balancer.types import Layout, Problem, Stage, Timed
 
@@ -23,6 +25,7 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
 LONGEST_PROBE_SECONDS = 60.0
 SHORTEST_PROBE_SECONDS = 0.2
+PRICE = 0.05  # relative gain that all the time that is left should bring
 FEWEST_STEPS = 5  # below it a probe is not worth its start
 CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning time grows with them
 # the part of a budget (for solo, rest and split: of exploration's part) that may be spent when a probe of a stage ends
@@ -38,7 +41,7 @@ SOLO_STAGE = 2.0  # exploration gets at least this many times what the solo stag
 SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
 SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
-LONGEST_SOLO, LONGEST_SPLIT = 0.2, 0.1  # of what exploration has left, for one probe; a split is measured several times
+LONGEST = 0.25  # of what exploration has left, for one probe: alone, in a split, against a rival, and the check
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
@@ -69,7 +72,7 @@ class Budget:
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
         each = left / max(1, probes_left) - self._warm_up(layout, 0.0)
-        return round(max(SHORTEST_PROBE_SECONDS, min(wanted, each)), 3)
+        return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
         self, layout: Layout, ends_with: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
@@ -82,6 +85,22 @@ class Budget:
             return True
         end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
         return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
+
+    def has_time(self, seconds: float, after: float = 0.0) -> bool:
+        """Whether exploration may take so long, and leave what comes after it, if there is time for that at all."""
+        if self.seconds is None:
+            return True
+        left = self._end("race") - self.spent
+        return self.spent + seconds <= self._end("split") and (seconds + after <= left or after > left)
+
+    def cheap(self, seconds: float) -> bool:
+        """Whether that is a small part of what is left."""
+        return self.seconds is None or seconds <= PRICE * (self.seconds - self.spent)
+
+    def pays(self, gain: float, seconds: float) -> bool:
+        """Whether a probe that should gain so much is worth its time."""
+        left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
+        return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
@@ -146,8 +165,7 @@ class Budget:
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
             spent = self.spent if solo else self._seen.spent_seconds(("solo",))
-            part = LONGEST_SOLO if solo else LONGEST_SPLIT
-            left = part * (self.explore_seconds - spent) - self.overhead_seconds
+            left = LONGEST * (self.explore_seconds - spent) - self.overhead_seconds
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left))
         limits = (longest / (FEWEST_STEPS + self.tuning_steps), self._longest_for_all)
         return min(one for one in limits if one is not None)

@@ -12,12 +12,13 @@ from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import lend_memory_lines
 from evener.balancer.search.model.step_time import Point, fit_curve, fit_extra
 from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
-from evener.balancer.search.model.throughput_drop import FALL
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.shares.curves import Curve, PassCurve, step_in_passes
 from evener.shares.waterfill import DeviceCurve
+
+FALL = 0.05  # relative: fewer rows in a pass must make clearly more samples/s, as a torch_maxer on an H200 did
 
 
 class MachineModel:
@@ -50,7 +51,7 @@ class MachineModel:
     @cached_property
     def alone(self) -> tuple[Curve | None, ...]:
         """Each device's curve as its own process; indistinguishable devices share one."""
-        return self._fit(self._solo_points)
+        return self._fit(self.solo_points)
 
     @cached_property
     def in_splits(self) -> tuple[Curve | None, ...]:
@@ -65,7 +66,7 @@ class MachineModel:
                 curves[i] = curve
         return tuple(curves)
 
-    def _solo_points(self, position: int) -> tuple[Point, ...]:
+    def solo_points(self, position: int) -> tuple[Point, ...]:
         """A device's solo points; with one device left also those at rest, as nothing contends."""
         device = self.devices[position]
         return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone

@@ -20,6 +20,7 @@ EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 FIRST_TURN = 0
+CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]
@@ -149,13 +150,27 @@ class Observations:
         earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
-        return dict(sorted(found.items()))
+        return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
+
+    def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
+        """The numbers of all its turns, those in which a device was held back too."""
+        raced = {one.probe.turn for one in self.timed_in(layout, stage)}
+        return raced | set(self.turns(layout, stage))
+
+    def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
+        """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
+        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check"}
+        before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
+        least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
+        slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
+        since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
+        return {**checks, **since} if checks and slower else {}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """Its checks, and the turns after the first one: they had no part in choosing it."""
         seen = [one for stage in ("check", "race", "knobs") for one in self.timed_in(layout, stage)]
         began = min((one.probe.turn for one in seen if one.probe.stage == "check"), default=math.inf)
-        return dict(enumerate(one for one in seen if one.probe.turn >= began))
+        return _steady(dict(enumerate(one for one in seen if one.probe.turn >= began)))
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first observation of this layout since the race began that wasn't timed, if any."""
@@ -247,6 +262,11 @@ class Observations:
         """What exploration saw of a device, in the order of its probes."""
         return [self._seen[probe] for probe in sorted(self._explored[position], key=order_probe)]
 
+    def largest_alone(self, position: int) -> float:
+        """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
+        timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
+        return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
+
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
         if position not in self.gone:
@@ -270,3 +290,8 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
     way = (layout.kind, layout.placement, layout.knobs, layout.length, layout.tokens, repr(layout.costs))
     place = (STAGES.index(probe.stage), probe.turn)
     return (*place, layout.shares, layout.pass_rows, layout.processes, probe.seconds, *way)
+
+
+def _steady(turns: Turns) -> Turns:
+    """Without the turns in which a device was held back, unless it always was."""
+    return {turn: one for turn, one in turns.items() if not one.held_back()} or turns

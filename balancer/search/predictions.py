@@ -10,14 +10,10 @@ from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.ranking import smallest_gain
 from evener.balancer.types import Layout
 from evener.shares import waterfill
-from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
-REACH = 2  # in splits, curves and memory lines are trusted up to this many times the largest batch that ran,
-REACH_ALONE = 4  # one device's curve is trusted up to this many times the largest batch that ran
-GUESSED_KNEE = 0.25  # of the limit
-CLEAR_SLOPE = 2.0  # a slope is clear if the step time rises by this factor up to the guessed knee
+REACH = 8  # a curve is trusted up to this many times the largest batch that ran
 
 
 class Predictions:
@@ -33,25 +29,16 @@ class Predictions:
             shares[i] = share
         return self.model.lay_out(tuple(shares))
 
-    @cached_property
-    def first_guess(self) -> Allocation | None:
-        """The best by solo curves if exchange cost nothing; a knee is guessed where no slope is clear yet."""
-        costs = (0.0,) * (self._problem.devices + 1)
-        devices = [one if slope_is_clear(one) else with_guessed_knee(one) for one in self._guesses()]
-        batch = self._problem.global_batch
-        if batch is None:
-            return waterfill.split_free(devices, costs, self._quantum, self._problem.max_global_batch)
-        return waterfill.split_fixed(devices, costs, batch, self._quantum, fewest=1)
-
-    def _guesses(self) -> Iterable[DeviceCurve]:
-        """The live devices by their solo curves, up to the largest useful batch that may fit."""
-        model = self.model
-        for i in model.live:
-            curve, limit = model.alone[i], model.bounds.alone(i)
-            if curve and limit:
-                device = DeviceCurve(i, curve, limit)
-                useful = limit if self._problem.global_batch is not None else model.bounds.useful(device)
-                yield DeviceCurve(i, curve, useful)
+    def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
+        """The fastest split over some of these devices or one of them alone, in one pass; None if none holds it."""
+        batch, limit = self._problem.global_batch, self._problem.max_global_batch
+        found = [self._split(devices) if len(devices) > 1 else None]
+        for one in devices:
+            if batch is None:
+                found.append(waterfill.single_best(one, self._quantum, limit))
+            elif batch <= one.limit:
+                found.append(Allocation(((one.position, batch),), one.curve.seconds(batch)))
+        return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
@@ -158,7 +145,7 @@ class Predictions:
         if batch is not None:
             device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit), REACH_ALONE)
+        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit), REACH)
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
     @cached_property
@@ -187,19 +174,3 @@ class Predictions:
                 single = DeviceCurve(device.position, alone, device.limit)
                 found.append(waterfill.single_reaching(single, rate, quantum, limit))
         return min((one for one in found if one), key=lambda one: (one.global_batch, one.seconds), default=None)
-
-
-def slope_is_clear(device: DeviceCurve) -> bool:
-    """Whether the curve rises at least 2x up to a quarter of the limit."""
-    return device.curve.seconds(_guess_knee(device)) > CLEAR_SLOPE * device.curve.seconds(0)
-
-
-def with_guessed_knee(device: DeviceCurve) -> DeviceCurve:
-    """The device as if its curve were flat up to a quarter of the limit: its small batches show no slope yet."""
-    knee = _guess_knee(device)
-    level = device.curve.seconds(knee)
-    return DeviceCurve(device.position, Curve((0.0, knee), (level, level), level / knee), device.limit)
-
-
-def _guess_knee(device: DeviceCurve) -> float:
-    return max(1.0, device.limit * GUESSED_KNEE)

@@ -19,7 +19,7 @@ from evener.balancer.search.layouts import Candidate, LayoutOptions
 from evener.balancer.search.observations import FIRST_TURN, Turns
 from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, rank, throughput, unsettled
 from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Layout, Probe, Problem, Result, Stage
+from evener.balancer.types import Layout, Probe, Problem, Result, Stage, Timed
 
 MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
@@ -38,7 +38,7 @@ class Race:
         """The next measurement; None when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
-        probe = probe or self._next_turn(self._candidates.running, "race")
+        probe = probe or self._once_more() or self._next_turn(self._candidates.running, "race")
         return probe or self._next_turn(self._knob_rivals, "knobs")
 
     def repeat_best(self, chosen: Layout) -> Probe | None:
@@ -47,7 +47,7 @@ class Race:
             return None
         stage: Stage = "knobs" if chosen.knobs else "race"
         others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]
-        turns = {one: self._seen.turns(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
+        turns = {one: self._seen.turns_taken(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
         last = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         due = [layout for layout, taken in turns.items() if last not in taken]
         turn, layout = (last, due[0]) if due else (last + 1, chosen)
@@ -63,6 +63,8 @@ class Race:
         layout, rough = chosen.layout, relative_half_width(chosen.throughput) > ROUGH
         wanted = max(1, ENOUGH_TURNS - chosen.turns) if rough else 1
         checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
+        if len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back():
+            wanted = max(wanted, 2)
         alone = all(seen.probe.layout == layout for seen in self._seen.all_timed())
         if alone or len(checks) >= wanted or not self._budget.affords(layout, "check"):
             return None
@@ -126,6 +128,16 @@ class Race:
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
         return Probe(layout, stage, seconds, FIRST_TURN)
 
+    def _once_more(self) -> Probe | None:
+        """A layout again of which a device was held back the only time that it was measured."""
+        for layout, turns in self.turns.items():
+            if len(turns) != 1 or not all(one.held_back() for one in turns.values()):
+                continue
+            turn = max(self._seen.turns_taken(layout, "race")) + 1
+            if self._budget.affords(layout, "race", turn=turn, reserved=self._budget.least_seconds(layout)):
+                return Probe(layout, "race", self._budget.probe_seconds(layout, "race", len(self.turns)), turn)
+        return None
+
     def _priority(self, one: Candidate) -> tuple[bool, float]:
         """The one that promises most for its cost comes first; a family's extra candidates come last."""
         expected = max(self._candidates.expected_rate(one), LEAST_EXPECTED)
@@ -147,7 +159,7 @@ class Race:
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
         """The next rival of the open turn, or of a new one."""
-        turns = {one.layout: self._seen.turns(one.layout, stage) for one in rivals}
+        turns = {one.layout: self._seen.turns_taken(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
             due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]

@@ -142,10 +142,15 @@ class RowDevices(DeviceModel):
         """Every split of exploration that still fits, with its samples/s."""
         batch = self._problem.global_batch
         return {
-            layout: max(one.samples_per_second for one in turns)
+            layout: max(self._rate_of(one) for one in turns)
             for layout, turns in self._seen.still_fit(self._seen.timed(("split",))).items()
             if batch is None or layout.global_batch == batch
         }
+
+    def _rate_of(self, split: Timed) -> float:
+        """As measured; as predicted where a device was held back, and this would be slower."""
+        predicted = self._model.predicted_rate(split.probe.layout) if split.held_back() else 0.0
+        return max(split.samples_per_second, predicted)
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
         """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""

@@ -1,39 +1,39 @@
-"""The first stage: every device in a process of its own, all at the same time, mostly three or four batches each.
+"""The first stage: every device in a process of its own, all at the same time, a few batches each.
 
-Two small batches give a first curve and the memory slope. The third is the largest that matters, or one on the way to
-it if that is far; it tests both lines over their whole length. A fourth follows if that batch was not reached or a line
-was refuted, for a lone device a fifth, and two more only where samples/s fell from a batch to a larger one. No batch is
-measured twice.
+Two small batches give a first curve and the memory slope. Then the layout that would be fastest if every curve were as
+fast as its points allow says what is worth a measurement: a share beyond what ran, or one in a gap between two points
+in which time may rise late. A round is measured while that layout promises more than it costs. A device that would keep
+the others waiting for little is left out of a round.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from itertools import pairwise
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.model.throughput_drop import guess_faster_batch, throughput_falls
-from evener.balancer.search.predictions import Predictions, slope_is_clear
-from evener.balancer.types import Probe, Stage, solo
-from evener.shares.waterfill import DeviceCurve, single_reaching
+from evener.balancer.search.model.hope import hopeful_curve
+from evener.balancer.search.model.step_time import SAME_BATCH
+from evener.balancer.search.predictions import Predictions
+from evener.balancer.types import Probe, solo
+from evener.shares.curves import Curve
+from evener.shares.waterfill import Allocation, DeviceCurve
 
-MOST_ROUNDS = 4
-FALLING_ROUNDS = 6  # where samples/s fell from a batch to a larger one
-PATIENT_ROUNDS = 8  # while a device has not run at all, or grows without known memory
+MOST_ROUNDS = 10
 SMALL = 8  # the first batch, of a free global batch
 SECOND = 64  # the second batch
 RATIO = 8  # between the two
-PAST_FINISH = 2.0  # the third batch may take this many times the predicted finish time
-FARTHEST = 40  # a batch up to this many times the last is measured directly
-LONGEST_STRIDE = 32  # beyond that, this many times the last comes first, so as not to miss a peak between
-FURTHER_GAIN = 0.02  # relative gain in samples/s for which a larger batch is tried
-ENOUGH = 0.01  # relative: stop at the batch that reaches 99 % of the predicted best rate
-FAR = 4  # times the largest batch that ran: the least that the third batch aims at
-ON_SLOPE = 0.55  # of the largest batch: the fourth point of a curve with a knee, beyond most knees
+STRIDE = 32  # a batch grows at once up to this many times what ran; real kernels have a peak between
+BLIND_STRIDE = 8  # the same where time doesn't rise yet, so that what the larger batch costs isn't known
 GROWN = 1.1  # times the largest batch that ran: growth worth a round
-TESTED = 0.12  # relative: a batch this near to a measured one shows nothing new
 MOST_PASSES = 4  # of the probe that shows what passes cost
 FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
+LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
+LEAST_RATE = 1e-9  # samples/s
+CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
+COMES_TRUE = 0.5  # of a hope
+HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
 class SoloStage:
@@ -44,109 +44,179 @@ class SoloStage:
         self._problem, self._quantum = self._model.problem, self._model.quantum
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next batch for every live device, at last in passes where that may help; empty when the stage is over."""
+        """The next batch for every device that matters, at last in passes where that may help; empty when over."""
         return self._next_round() or self._next_in_passes()
 
+    # ------------------------------------------------------------------ a round
+
     def _next_round(self) -> tuple[Probe, ...]:
-        left = list(self._model.live)
-        while left:
-            turn = min(self._model.devices[i].rounds for i in left)
-            due = [i for i in left if self._model.devices[i].rounds == turn]
-            batches = {i: self._next_batch(i, turn) for i in due}
-            if not self._worth_a_round(turn, batches, len(due) == len(left)):
-                return ()
-            repeated = {
-                i for i, batch in batches.items() if any(p.batch == batch for p in self._model.devices[i].alone)
-            }
-            if new := [i for i in due if i not in repeated]:
-                return tuple(self._probe(i, batches[i], turn) for i in new)
-            left = [i for i in left if i not in due]
-        return ()
+        return self._first_rounds() or self._hopeful_round()
 
-    def _next_in_passes(self) -> tuple[Probe, ...]:
-        """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
-        turn = max((device.rounds for device in self._model.devices), default=0)
-        wanted = self._predictions.unsure_of_passes.items()
-        probes = [probe for i, share in wanted if (probe := self._probe_in_passes(i, share, turn))]
-        return tuple(probes)
+    def _first_rounds(self) -> tuple[Probe, ...]:
+        """One of two small batches on each device."""
+        devices = self._model.devices
+        for turn in range(2):
+            due = {i: self._small_batch(i) for i in self._model.live if devices[i].rounds == turn}
+            due = {i: batch for i, batch in due.items() if all(p.batch != batch for p in devices[i].alone)}
+            if due and (kept := self._worth_waiting(due) if turn else due):
+                return tuple(self._probe(i, batch, turn) for i, batch in kept.items())
+        retried = {i: self._small_batch(i) for i in self._model.live if self._lacks_a_line(i)}
+        return self._round(retried) if retried and self._turn < MOST_ROUNDS else ()
 
-    def _probe_in_passes(self, position: int, share: int, turn: int) -> Probe | None:
-        model, quantum = self._model, self._quantum
-        ran = min(model.pass_rows[position], model.devices[position].memory.ran)
-        passes = min(MOST_PASSES, max(2, share // ran)) if ran else 2
-        rows = min(ran, model.bounds.asked_in_passes // passes // quantum * quantum)
-        curve = model.alone[position]
-        if not rows or curve is None:
-            return None
-        probe = self._probe(position, rows, turn, passes)
-        return probe if self._budget.affords(probe.layout, "solo", passes * curve.seconds(rows)) else None
-
-    def _worth_a_round(self, turn: int, batches: dict[int, int], everyone: bool) -> bool:
-        """Whether the round says something new and is affordable."""
-        stage: Stage = "solo" if turn > 1 else "race"  # without a second round there is nothing to go on with
-        if not self._wanted(turn) or (turn and not all(self._affords(i, b, stage) for i, b in batches.items())):
-            return False
-        return turn < 2 or not everyone or not all(self._tested(i, batch) for i, batch in batches.items())
-
-    def _wanted(self, turn: int) -> bool:
-        """Whether another round helps: a device has not run yet, or a curve or a memory line is in doubt."""
-        live, devices = self._model.live, self._model.devices
-        if any(not devices[i].alone for i in live):
-            return turn < PATIENT_ROUNDS
-        if turn < 3:
+    def _lacks_a_line(self, position: int) -> bool:
+        """Whether it ran out of memory before two sizes showed how that grows, and a smaller one can."""
+        device = self._model.devices[position]
+        if not device.alone:
             return True
-        lone = len(live) == 1 and self._problem.global_batch is None  # no other device or split adds points
-        if turn < MOST_ROUNDS + lone and any(self._in_doubt(i) or self._further(i) for i in live):
-            return True
-        if turn < FALLING_ROUNDS and any(throughput_falls(devices[i].alone) and self._between(i) for i in live):
-            return True
-        return turn < PATIENT_ROUNDS and any(self._growing(i) for i in live)
+        known = device.memory.limit_bytes is None or device.memory.line is not None or len(device.alone) > 1
+        return device.memory.failed is not None and not known and self._is_new(position, self._small_batch(position))
 
-    def _growing(self, position: int) -> bool:
-        """Whether a larger batch may fit and gain, on a device whose memory can't be read."""
-        memory = self._model.devices[position].memory
-        if memory.limit_bytes is not None and memory.line is not None:
-            return False
-        return self._largest_that_matters(position) > GROWN * memory.ran
+    def _worth_waiting(self, due: dict[int, int]) -> dict[int, int]:
+        """The devices whose second batch may gain most for each second of the round; the others don't wait for more."""
+        alone = {i: self._model.devices[i].alone for i in due}
+        hopes = {i: due[i] / points[0].seconds if points else 0.0 for i, points in alone.items()}
+        costs = {i: self._seconds(i, batch) for i, batch in due.items()}
+        order = sorted(due, key=lambda i: costs[i])
+        counts = range(1, len(order) + 1)
+        best = max(counts, key=lambda n: math.fsum(hopes[i] for i in order[:n]) / max(costs[order[n - 1]], LEAST_ROUND))
+        kept = order[:best]
+        layout = solo(self._problem.devices, kept[-1], due[kept[-1]])  # without a second batch there is no curve
+        affordable = self._budget.affords(layout, "race", self._step(kept[-1], due[kept[-1]]))
+        known = [
+            max((p.batch / p.seconds for p in self._model.devices[i].alone), default=0.0) for i in self._model.live
+        ]
+        gain = math.fsum(hopes[i] for i in kept) / max(math.fsum(known), LEAST_RATE)
+        return {i: due[i] for i in kept} if affordable and self._budget.pays(gain, costs[kept[-1]]) else {}
 
-    def _between(self, position: int) -> int:
-        """The batch between two measured ones that may be faster than both; 0: none."""
-        if self._problem.global_batch is not None:
-            return 0
-        return guess_faster_batch(self._model.devices[position].alone, self._quantum)
+    def _hopeful_round(self) -> tuple[Probe, ...]:
+        wanted = self._hoped
+        if wanted is None or self._turn >= MOST_ROUNDS:
+            return ()
+        batches = {i: share for i, share in wanted.shares if self._shows_more(i, share)}
+        batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
+        if not batches:
+            return self._even_round()
+        longest = max(self._seconds(i, batch) for i, batch in batches.items())
+        gain = self._expected_gain(wanted)
+        if not self._budget.pays(gain, longest):
+            return self._even_round()
+        for i in self._model.live:  # they work too, as in a split, and cost no time
+            even = max(self._even_share(i), batches.get(i, 0))
+            batch = even or self._widest_gap(i)
+            if self._seconds(i, batch) <= (1 + bool(even)) * longest and self._is_new(i, batch):
+                batches[i] = batch
+        return self._round(batches)
 
-    def _in_doubt(self, position: int) -> bool:
-        device, curve = self._model.devices[position], self._model.alone[position]
-        memory = device.memory
-        if memory.failed is not None and self._model.bounds.alone(position) > memory.ran:
-            return True
-        return len(device.alone) < 3 or curve is None or not curve.simple or curve.flat
+    def _even_round(self) -> tuple[Probe, ...]:
+        """The even share of a fixed batch on each device, where it isn't known to fit: cheap, while curves are few."""
+        evens = {i: even for i in self._model.live if (even := self._even_share(i)) and self._is_new(i, even)}
+        costs = [self._seconds(i, even) for i, even in evens.items()]
+        return self._round(evens) if evens and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
 
-    def _affords(self, position: int, batch: int, stage: Stage) -> bool:
-        curve = self._model.alone[position]
-        known = min(batch, self._model.devices[position].memory.ran)
-        layout = solo(self._problem.devices, position, batch)
-        return self._budget.affords(layout, stage, curve.seconds(known) if curve else 0.0)
+    def _even_share(self, position: int) -> int:
+        """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
+        even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
+        return even if self._model.devices[position].memory.ran < even <= self._far(position) else 0
 
-    def _next_batch(self, position: int, turn: int) -> int:
+    def _round(self, batches: dict[int, int]) -> tuple[Probe, ...]:
+        return tuple(self._probe(i, batch, self._turn) for i, batch in sorted(batches.items()))
+
+    @cached_property
+    def _turn(self) -> int:
+        solos = self._model.seen.in_stage("solo")
+        return 1 + max((seen.probe.turn for seen in solos), default=-1)
+
+    # ------------------------------------------------------------------ what is hoped for
+
+    @cached_property
+    def _hopes(self) -> tuple[Curve | None, ...]:
+        """Each device's curve as fast as it may be."""
+        return self._between(bends=True)
+
+    def _between(self, bends: bool) -> tuple[Curve | None, ...]:
+        """Curves through the points of indistinguishable devices, with the bends that are hoped for or straight."""
+        curves: list[Curve | None] = [None] * len(self._model.devices)
+        for group in self._model.groups:
+            points = [p for i in group for p in self._model.solo_points(i)]
+            for i in group:
+                curve = self._model.alone[i]
+                curves[i] = hopeful_curve(points, curve, bends) if curve else None
+        return tuple(curves)
+
+    @cached_property
+    def _hoped(self) -> Allocation | None:
+        """The fastest layout by hope, as far as a round may go."""
+        found = [DeviceCurve(i, hope, self._far(i)) for i in self._model.live if (hope := self._hopes[i])]
+        return self._fastest(found) or _everything(found)
+
+    def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
+        return self._predictions.fastest_of([one for one in devices if one.limit])
+
+    def _far(self, position: int) -> int:
+        """The largest batch that the next round may measure: by memory, by what it gains, by time and by its stride."""
         model, quantum = self._model, self._quantum
         device, curve = model.devices[position], model.alone[position]
-        memory = device.memory
-        if not memory.ran or turn == 1 or len(device.alone) == 1:
-            return self._small_batch(position)
-        if memory.failed is not None and (guess := model.bounds.alone(position)) > memory.ran:
-            return guess
-        if turn == 2:
-            return self._stride(memory.ran, self._largest_that_matters(position))
-        if further := self._further(position) or self._between(position):
-            return further
-        if self._growing(position):
-            return self._largest_that_matters(position)
-        if curve is not None and curve.flat and len(device.alone) == 3:
-            return max(quantum, int(ON_SLOPE * memory.ran) // quantum * quantum)
-        split = self._predictions.fastest_split
-        share = min(dict(split.shares).get(position, 0), model.bounds.alone(position)) if split else 0
-        return share if not self._tested(position, share) else self._widest_gap(position)
+        limit, ran = model.bounds.alone(position), device.memory.ran
+        if curve is None or not ran:
+            return 0
+        rises = curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(device.alone[0].batch if device.alone else 0)
+        limit = max(min(limit, (STRIDE if rises else BLIND_STRIDE) * ran // quantum * quantum), min(limit, quantum))
+        if self._problem.global_batch is None:
+            limit = model.bounds.useful(DeviceCurve(position, curve, limit))
+        return model.bounds.quick(DeviceCurve(position, curve, limit))
+
+    def _expected_gain(self, wanted: Allocation) -> float:
+        """How much faster the hoped layout is than the best of what is known; half of it comes true."""
+        straight = self._between(bends=False)
+        ran = [
+            DeviceCurve(i, curve, min(self._model.devices[i].memory.ran, self._far(i)))
+            for i in self._model.live
+            if (curve := straight[i])
+        ]
+        known = self._fastest(ran)
+        if known is None:
+            return math.inf
+        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
+
+    def _shows_more(self, position: int, share: int) -> bool:
+        """Whether a share lies beyond what ran, or where the device may be faster than its curve."""
+        curve, hope, ran = self._model.alone[position], self._hopes[position], self._model.devices[position].memory.ran
+        if curve is None or hope is None or not self._is_new(position, share):
+            return False
+        return share > GROWN * ran or hope.seconds(share) < (1 - HIDDEN) * curve.seconds(share)
+
+    def _is_new(self, position: int, batch: int) -> bool:
+        points = self._model.solo_points(position)
+        return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in points)
+
+    def _seconds(self, position: int, batch: int) -> float:
+        """What a probe of a batch should take."""
+        layout = solo(self._problem.devices, position, batch)
+        return self._budget.least_seconds(layout, self._step(position, batch))
+
+    def _step(self, position: int, batch: int) -> float:
+        """Seconds of a step; from a single point, as long as that: a probe of much longer steps ends at once."""
+        curve, points = self._model.alone[position], self._model.devices[position].alone
+        if curve is None:
+            return 0.0
+        return points[0].seconds if len(points) == 1 else curve.seconds(batch)
+
+    def _has_time(self, seconds: float) -> bool:
+        """Whether a round may take so long: the first split, without which there is no plan, comes after it."""
+        split = None if self._model.splits else self._predictions.fastest_split
+        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
+        return self._budget.has_time(seconds, after)
+
+    def _widest_gap(self, position: int) -> int:
+        """The middle of the widest gap between measured batches."""
+        batches = sorted({p.batch for p in self._model.devices[position].alone} | {self._quantum})
+        gaps = [(high / low, low, high) for low, high in pairwise(batches)]
+        if not gaps:
+            return batches[0]
+        _, low, high = max(gaps)
+        return max(self._quantum, round((low + high) / 2) // self._quantum * self._quantum)
+
+    # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, position: int) -> int:
         """One of the first two batches, or a retreat from one that ran out of memory."""
@@ -156,7 +226,10 @@ class SoloStage:
             return first
         wanted = min(second, self._model.bounds.asked)
         if memory.failed is not None and not (memory.ran and second < memory.failed):
-            retreat = (memory.ran + memory.failed) // 2 if memory.ran else memory.failed // FIRST_RETREAT
+            down = memory.limit_bytes is not None and memory.ran > quantum  # that runs, and two sizes give a line
+            retreat = memory.failed // FIRST_RETREAT
+            if memory.ran:
+                retreat = memory.ran // 2 if down else (memory.ran + memory.failed) // 2
             wanted = max(quantum, retreat // quantum * quantum)
         return memory.bound(wanted, quantum)
 
@@ -168,69 +241,32 @@ class SoloStage:
         first = min(math.ceil(max(1, min(SMALL, second // RATIO)) / quantum) * quantum, cap)
         return first, min(max(first + quantum, math.ceil(second / quantum) * quantum), cap)
 
-    def _stride(self, ran: int, most: int) -> int:
-        """The next batch on the way to `most`; `most` itself for a fixed global batch, whose shares are bounded."""
-        if self._problem.global_batch is not None or most <= FARTHEST * ran:
-            return most
-        return max(self._quantum, LONGEST_STRIDE * ran // self._quantum * self._quantum)
+    # ------------------------------------------------------------------ passes
 
-    def _further(self, position: int) -> int:
-        """A larger batch that should gain but was too far from those measured before; 0: none."""
-        curve, device = self._model.alone[position], self._model.devices[position]
-        ran = device.memory.ran
-        if curve is None or not ran or self._problem.global_batch is not None:
-            return 0
-        most = self._largest_that_matters(position)
-        if most <= GROWN * ran:
-            return 0
-        rate = most / curve.seconds(most)
-        if rate <= (1 + FURTHER_GAIN) * max((p.batch / p.seconds for p in device.alone), default=0.0):
-            return 0
-        enough = single_reaching(DeviceCurve(position, curve, most), rate * (1 - ENOUGH), self._quantum)
-        return self._stride(ran, max(ran, enough.global_batch if enough else most))
+    def _next_in_passes(self) -> tuple[Probe, ...]:
+        """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
+        wanted = self._predictions.unsure_of_passes.items()
+        probes = [probe for i, share in wanted if (probe := self._probe_in_passes(i, share))]
+        return tuple(probes)
 
-    def _largest_that_matters(self, position: int) -> int:
-        """The least of: what fits memory, what a split could give it, a gain worth measuring, an affordable step."""
-        model, quantum, problem = self._model, self._quantum, self._problem
-        device, curve = model.devices[position], model.alone[position]
-        holds = model.bounds.alone(position)
-        if curve is None:
-            return holds
-        bounded = DeviceCurve(position, curve, holds)
-        most = min(holds, max(quantum, curve.largest(self._budget.longest_step(), holds, quantum)))
-        clear = slope_is_clear(bounded)
-        if problem.global_batch is not None:
-            return max(quantum, min(most, self._share_of_fixed(position, clear)))
-        most = max(quantum, min(most, model.bounds.useful(bounded)))
-        if not clear:
-            return most  # only a large batch shows a slope
-        guess = self._predictions.first_guess
-        wanted = curve.largest(PAST_FINISH * (guess.seconds if guess else math.inf), holds, quantum)
-        return min(most, wanted if len(device.alone) > 2 else max(wanted, FAR * device.memory.ran))
-
-    def _share_of_fixed(self, position: int, clear: bool) -> int:
-        """The predicted share; all that fits where no slope is clear yet and the device is fast enough."""
-        split, curve, cap = self._predictions.first_guess, self._model.alone[position], self._model.bounds.asked
-        if split is None or (not clear and curve is not None and curve.seconds(0) <= PAST_FINISH * split.seconds):
-            return cap
-        even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
-        return max(even, dict(split.shares).get(position, even))
-
-    def _widest_gap(self, position: int) -> int:
-        """The middle of the widest gap between measured batches."""
-        batches = sorted({p.batch for p in self._model.devices[position].alone} | {self._quantum})
-        gaps = [(high / low, low, high) for low, high in pairwise(batches)]
-        if not gaps:
-            return batches[0]
-        _, low, high = max(gaps)
-        return max(self._quantum, round((low + high) / 2) // self._quantum * self._quantum)
-
-    def _tested(self, position: int, batch: int) -> bool:
-        points = self._model.devices[position].alone
-        return batch <= 0 or any(abs(p.batch - batch) <= TESTED * batch for p in points)
+    def _probe_in_passes(self, position: int, share: int) -> Probe | None:
+        model, quantum = self._model, self._quantum
+        ran = min(model.pass_rows[position], model.devices[position].memory.ran)
+        passes = min(MOST_PASSES, max(2, share // ran)) if ran else 2
+        rows = min(ran, model.bounds.asked_in_passes // passes // quantum * quantum)
+        curve = model.alone[position]
+        if not rows or curve is None:
+            return None
+        probe = self._probe(position, rows, self._turn, passes)
+        return probe if self._budget.affords(probe.layout, "solo", passes * curve.seconds(rows)) else None
 
     def _probe(self, position: int, batch: int, turn: int, passes: int = 1) -> Probe:
-        curve = self._model.alone[position]
         layout = solo(self._problem.devices, position, passes * batch, batch)
-        step = passes * curve.seconds(batch) if curve else 0.0
-        return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", MOST_ROUNDS - turn, step), turn)
+        step = passes * self._step(position, batch)
+        return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step), turn)
+
+
+def _everything(devices: list[DeviceCurve]) -> Allocation | None:
+    """All that each device may try: where they don't hold the batch at once, what fits decides how it is divided."""
+    shares = tuple((one.position, one.limit) for one in devices if one.limit)
+    return Allocation(shares, max(one.curve.seconds(one.limit) for one in devices)) if shares else None

@@ -35,18 +35,20 @@ class SplitStage:
 
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
-        return self._probe(self._first_single()) or self._probe(
+        split = self._predictions.fastest_split
+        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
+        return self._probe(self._first_single(), after) or self._probe(
             (self._next_split() if self._with_splits else None) or self._next_single() or self._outdone_single()
         )
 
-    def _probe(self, wanted: Allocation | None) -> Probe | None:
-        """Its probe; None for none, or one that the budget is too short for."""
+    def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
+        """Its probe; None for none, or one that leaves less of the budget than what comes after it takes."""
         if wanted is None:
             return None
         layout = self._predictions.layout(wanted)
         stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
-        if not self._budget.affords(layout, ends_with, wanted.seconds):
+        if not self._budget.affords(layout, ends_with, wanted.seconds, reserved=after):
             return None
         left = self._most - len(self._model.splits)
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
@@ -120,7 +122,9 @@ class SplitStage:
             return None
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
-        return None if self._safely_fits(wanted) else wanted
+        best = max((one.samples_per_second for one in self._seen.all_timed()), default=0.0)
+        gains = wanted.samples_per_second > (1 + self._least_gain(wanted)) * best
+        return wanted if gains or not self._safely_fits(wanted) else None
 
     def _outdone_single(self) -> Allocation | None:
         """A device alone at its share of the fastest split, where it is surely faster there than at any batch alone."""

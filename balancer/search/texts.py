@@ -10,7 +10,6 @@ own work in the last one showed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 
 import msgspec
 
@@ -70,18 +69,13 @@ class TextDevices(DeviceModel):
 
     def singles(self) -> list[Layout]:
         """The global batch on the device that takes the least time for it alone."""
-        return [self.best_single] if self.best_single else []
-
-    @cached_property
-    def best_single(self) -> Layout | None:
-        """The global batch on the device that takes the least time for it alone."""
-        batch, alone = self._text.batch if self._text.able else 0, []
-        for i in self._text.able:
-            if self._text.can_hold((i,)):
-                layout = self._whole(i) or self._text.layout((i,), batch)
-                if self._seen.broken(layout) is None:
-                    alone.append((self._text.predicted_rate(layout), layout))
-        return max(alone, key=lambda pair: pair[0], default=(0.0, None))[1]
+        layouts = [
+            self._whole(i) or self._text.layout((i,), self._text.batch)
+            for i in self._text.able
+            if self._text.can_hold((i,))
+        ]
+        whole = [layout for layout in layouts if self._seen.broken(layout) is None]
+        return sorted(whole, key=self._text.predicted_rate, reverse=True)[:1]
 
     def _whole(self, position: int) -> Layout | None:
         """As exploration measured it."""
@@ -101,15 +95,12 @@ class TextDevices(DeviceModel):
 
         It is what a training without a plan does.
         """
-        split = next(iter(splits), None)
-        even = (
-            split_evenly(self._problem.devices, split.active, split.global_batch, self._problem.multiple_of)
-            if split
-            else None
-        )
+        problem = self._problem
+        wanted = ((split.active, split.global_batch) for split in splits[:1])
+        even = next((split_evenly(problem.devices, *each, problem.multiple_of) for each in wanted), None)
         if even is None:
             return []
-        longest, walls = self._problem.lengths[-1], self._text.walls
+        longest, walls = problem.lengths[-1], self._text.walls
         rows = [min(share, walls[i] // longest) if walls[i] else share for i, share in enumerate(even.shares)]
         return [layout_of(even.shares, tuple(rows))] if all(rows[i] for i in even.active) else []
 

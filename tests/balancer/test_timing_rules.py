@@ -248,9 +248,13 @@ def test_a_doubt_says_by_how_much() -> None:
     assert (said["capped"].value, said["capped"].device) == (pytest.approx(0.5), -1)
 
 
-def test_a_step_longer_than_the_time_is_still_timed_thrice() -> None:
-    """Two warm-up steps and the fewest blocks of one step each."""
-    assert timed(1.0, lambda _: 5.0).steps == FEWEST_BLOCKS
+def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
+    """A probe that can't pay ends there, with a rough figure; steps of half the time are timed thrice."""
+    glance = timed(1.0, lambda _: 5.0)
+    assert glance.steps == 1
+    assert any(warning.code == "too_short" for warning in glance.warnings)
+    assert (glance.step.low, glance.step.high) == (2.5, 7.5)
+    assert timed(1.0, lambda _: 0.5).steps == FEWEST_BLOCKS
 
 
 def test_nothing_timed_is_nothing_known() -> None:

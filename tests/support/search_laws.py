@@ -65,9 +65,7 @@ def resumed(case: Case) -> float:
     for one in first.seen[: len(first.seen) // 2]:
         search.tell(one)
     prober.seconds = search.spent_seconds()
-    while probes := search.ask():
-        for one in prober.measure(probes):
-            search.tell(one)
+    trials.finish(search, prober)
     found = search.best()
     rate = trials.true_rate(case.machine, found.layout, prober.last_began) if found else 0.0
     best = trials.best_at(case.machine, ask, prober.last_began)

@@ -137,17 +137,23 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     """A whole run as far as its verdict; what it raises is a defect."""
     prober = StartingProber(machine, seed, ask.start)
     search = Search(problem(machine, ask, seed))
-    while probes := search.ask():
-        for one in prober.measure(probes):
-            search.tell(one)
-        if len(prober.seen) > MOST_PROBES:
-            raise AssertionError("the search does not end")
+    finish(search, prober)
     job = _job(machine, ask, seed)
     header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
     seen = (ObservationEntry(one, 0.0) for one in prober.seen)
     record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
     outcome = build_outcome(record, search, RunEnd(search.why_stopped() or "", prober.seconds))
     return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
+
+
+def finish(search: Search, prober: StartingProber) -> None:
+    """Measure what it asks until it asks no more."""
+    while probes := search.ask():
+        for one in prober.measure(probes):
+            search.tell(one)
+        if len(prober.seen) > MOST_PROBES:
+            last = [(one.stage, one.turn, one.layout.shares) for one in probes]
+            raise AssertionError(f"the search does not end, and asks for {last}")
 
 
 def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, verdict: str) -> Trial:

@@ -34,7 +34,7 @@ def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """Whether noise alone explains how two devices differ, in time at every common batch and in memory."""
-    if one.lost or other.lost or one.memory.limit_bytes != other.memory.limit_bytes:
+    if one.lost or other.lost:
         return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
     if len(pairs) < FEWEST_COMMON or not _same_memory(one, other):

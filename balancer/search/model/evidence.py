@@ -29,8 +29,15 @@ class Store(Protocol):
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
 
+    def largest_alone(self, position: int) -> float:
+        """The most rows of a pass that the device ran alone; less than 1 before any."""
+
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
+
+
+ENOUGH_STEADY = 2  # points without those in which the device was held back
+HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
@@ -119,19 +126,14 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
     if seen.devices:
         return position in seen.devices
     shares = seen.probe.layout.pass_rows
-    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / _largest_alone(store, i), -i))
+    return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i))
 
 
 def _too_large(store: Store, position: int, seen: Failed) -> bool:
     """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
-    layout, ran = seen.probe.layout, _largest_alone(store, position)
+    layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
     return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
-
-
-def _largest_alone(store: Store, position: int) -> float:
-    sizes = (one.probe.layout for one in store.explored(position) if isinstance(one, Timed))
-    return max((layout.pass_rows[position] for layout in sizes if layout.traits.alone), default=0.5)
 
 
 def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
@@ -157,19 +159,22 @@ def read_points(seen: Sequence[Observation], position: int, own_part: bool = Fal
     """Whole steps, or the device's own part of them, with standard errors.
 
     Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
-    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those.
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
+    held back says little of its curve, unless it always was.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
         seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
+    steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
+    found = steady if len(steady) >= ENOUGH_STEADY else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
-        wide = max(error, noise / math.sqrt(count))
+        wide = max(error, noise / math.sqrt(count), HELD_BACK if steady and one.held_back(position) else 0.0)
         yield Point(layout.shares[position], seconds, wide, layout.passes(position))
 
 

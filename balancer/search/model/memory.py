@@ -17,7 +17,6 @@ MARGIN = 0.003  # of the predicted batch, left free: allocators round up
 BLIND_GROWTH = 8  # from one batch to the next if memory is unknown or its line unsure
 FINE = 0.03  # relative: a gap between ran and failed below this is not narrowed further
 WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
-MOST_FAILURES = 3  # times out of memory after which no split gets more than what ran
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run
 SAFE_GROWTH = 1.25  # times the largest that ran: the most that is safe without having run
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure
@@ -132,7 +131,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""
         unknown = self.limit_bytes is None or self.line is None
-        if self.failures >= MOST_FAILURES or (unknown and not bold):
+        guess = self.predict_largest()
+        refuted = self.failures > 1 and (guess is None or self.failed is None or guess >= self.failed)
+        if refuted or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
         return self._in_split().largest_to_try(cap, quantum)
 
@@ -173,7 +174,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
-        return (self.ran + failed) // 2
+        return self.ran + (failed - self.ran) // (2 if self.failures < 2 else 4)
 
 
 def _flat(point: tuple[int, int], larger: tuple[int, int]) -> bool:

@@ -41,7 +41,7 @@ def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
     assert best.layout.processes == 2
     assert not [layout for layout in full if layout.kind == "pack"]
     most = max(b for b in range(1, 1000) if 2 * machine.memory_bytes(0, b) <= machine.usable_memory_bytes(0))
-    assert best.layout.global_batch >= 0.9 * most
+    assert best.layout.global_batch >= 0.75 * most
 
 
 def test_one_device_is_measured_beyond_what_four_rounds_reach() -> None:

@@ -62,7 +62,7 @@ def test_a_card_that_is_nearly_full_is_not_tried_at_seven_batches() -> None:
     _, full = run_search(card(16384), card(4000), 96, SAME)
     _, before = run_search(card(16384), card(4000), 96, UNKNOWN)
     assert full == [7]
-    assert len(before) > 4
+    assert len(before) <= 2, "without the line a smaller batch gives one of its own"
 
 
 @pytest.mark.parametrize(("base_mib", "row_mib"), [(300.0, 60.0), (1770.0, 120.0), (1770.0, 700.0)])

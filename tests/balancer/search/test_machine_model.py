@@ -11,7 +11,7 @@ from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, same_measurement
 from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.predictions import Predictions, slope_is_clear, with_guessed_knee
+from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
 from evener.shares.curves import Curve
 from evener.shares.waterfill import DeviceCurve
@@ -132,15 +132,6 @@ def test_a_free_batch_grows_as_far_as_it_gains() -> None:
     assert coarse.bounds.useful(line) == 800, "100 samples, the least, take an eighth of its time"
 
 
-def test_a_longest_step_bounds_a_free_batch_but_not_what_ran() -> None:
-    wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
-    seen = model(*SOLOS, bench=wide)
-    found = MachineModel(seen.problem, seen.seen, 0.07)
-    first, second = found.split_curves
-    assert found.bounds.useful(first) == pytest.approx(600, abs=5)
-    assert found.bounds.useful(second) == 500
-
-
 def test_devices_that_can_not_be_distinguished_share_a_limit() -> None:
     """The smaller of two that differ by less than 2 %."""
     same = Bench(((10.0, 0.1, 0, 1000), (10.0, 0.1, 0, 1000)))
@@ -194,18 +185,6 @@ def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other
     assert same_measurement(Layout("split", other), Layout("split", one)) == same
 
 
-def test_a_knee_is_guessed_only_where_no_slope_shows() -> None:
-    """A curve that is level to a quarter of the limit and straight from there on."""
-    level = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-6), 8000)
-    assert not slope_is_clear(level)
-    guess = with_guessed_knee(level).curve
-    assert guess.seconds(10) == guess.seconds(2000)
-    assert guess.seconds(10) == pytest.approx(0.012, rel=1e-3)
-    assert guess.seconds(4000) == pytest.approx(0.024, rel=1e-3)
-    steep = DeviceCurve(0, Curve((0.0, 1.0), (0.01, 0.01), 1e-4), 8000)
-    assert slope_is_clear(steep)
-
-
 def test_predictions_are_what_brute_force_finds() -> None:
     """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
     found = Predictions(model(*SOLOS, (SPLIT, "split"), global_batch=600))
@@ -221,14 +200,3 @@ def test_predictions_are_what_brute_force_finds() -> None:
     slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
     rested = Predictions(model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600))
     assert rested.single_rate == pytest.approx(6000)
-
-
-def test_a_device_is_not_believed_far_beyond_what_ran() -> None:
-    """Alone four times, in a split twice."""
-    wide = Bench(((10.0, 0.1, 0, 10**6), (20.0, 0.2, 0, 10**6)))
-    found = Predictions(model(*SOLOS, (SPLIT, "split"), bench=wide, tolerance=0.0))
-    single, split = found.fastest_single, found.fastest_split
-    assert single is not None
-    assert split is not None
-    assert single.shares == ((0, 2000),)
-    assert max(share for _, share in split.shares) == 1000

@@ -15,15 +15,15 @@ from tests.support.search_laws import LAWS, NOISE
 FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
 SEEDS = (2, 4)
 # not mended yet
-SLOW = "a round waits for its slowest device"
-WHOLE = "one device alone may take the whole budget"
+SLOW = "steps of seconds: which probes are affordable depends on the noise"
+BENDS = "a bend of memory costs a run out of memory or two, and the batch after them isn't always tried"
 
 
 def _cases() -> list[Any]:
     found = []
     for law in LAWS:
         for family in FAMILIES:
-            why = SLOW if law == "a useless device more" else WHOLE if family == "knee" else ""
+            why = BENDS if (law, family) == ("more tolerance", "memory_bend") else SLOW if family == "knee" else ""
             marks = (pytest.mark.xfail(strict=False, reason=why),) if why else ()
             found.append(pytest.param(law, family, id=f"{law}, {family}", marks=marks))
     return found

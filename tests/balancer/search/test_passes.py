@@ -210,7 +210,7 @@ def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -
     assert bench.rate(best.layout) >= 0.93 * bench.rate(layout_of((4000, 4000), (1960, 460)))
 
 
-@pytest.mark.parametrize(("batch", "passes"), [(2200, 2), (3000, 3), (5000, 4)])
+@pytest.mark.parametrize(("batch", "passes"), [(3000, 3), (5000, 4)])
 def test_a_device_alone_takes_as_many_passes_as_its_share_may_need_but_no_more_than_four(
     batch: int, passes: int
 ) -> None:

@@ -47,35 +47,6 @@ def test_the_first_two_batches_are_small(options: dict[str, Any], first: int, se
     assert found[1:] == ([(second, second)] if second > first else [])
 
 
-def test_a_first_batch_that_does_not_fit_is_divided_by_eight() -> None:
-    """And the second lies half way between what ran and what didn't."""
-    tight = Bench(((10.0, 0.1, 0, 3), (10.0, 0.1, 0, 40)))
-    first, second, *_ = rounds(tight)
-    assert first == (8, 8)
-    assert second == (1, 64)
-    third = rounds(tight)[2]
-    assert third[1] == 36
-
-
-def test_the_third_batch_is_the_largest_that_matters_or_on_the_way_to_it() -> None:
-    """32 times the last one where the largest is more than 40 times as far."""
-    assert rounds(PAIR)[2] == (2048, 2048)
-    near = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 2000)))
-    assert rounds(near)[2] == (pytest.approx(1994, abs=3),) * 2
-
-
-def test_a_slow_device_is_not_measured_far_beyond_what_a_split_gives_it() -> None:
-    """Its third batch is four times the second; a split would end before 110 rows, so no larger one follows."""
-    slow = Bench(((10.0, 0.1, 0, 1000), (100.0, 2.0, 0, 4000)))
-    assert [second for _, second in rounds(slow)] == [8, 64, 256]
-
-
-def test_a_fixed_batch_is_measured_at_the_predicted_shares() -> None:
-    """And at no less than an even one."""
-    third = rounds(PAIR, global_batch=1000)[2]
-    assert third == (pytest.approx(623, abs=5), 500)
-
-
 def test_a_cap_is_kept() -> None:
     assert max(map(max, rounds(PAIR, max_global_batch=700))) <= 700
     assert max(map(max, rounds(PAIR, largest_share=333))) == 333
@@ -117,31 +88,6 @@ def test_memory_that_runs_out_is_bracketed() -> None:
     assert ran >= 700
 
 
-def test_a_knee_is_measured_on_its_slope() -> None:
-    """Two small batches that took the same show none, so the fourth lies at 55 % of the largest."""
-    flat = Bench(((1.0, 0.05, 600, 3000), (1.0, 0.05, 600, 3000)))
-    first, second, third, fourth, *_ = rounds(flat, global_batch=4000)
-    assert (first, second) == ((8, 8), (64, 64))
-    assert third[0] > 1500
-    assert fourth[0] == pytest.approx(0.55 * third[0], rel=0.01)
-
-
-def test_a_lone_device_has_a_round_more() -> None:
-    """No other device and no split adds points to a curve in doubt."""
-    curve = ((0, 10), (64, 11), (500, 12), (1000, 60), (2000, 70), (4000, 300))
-    lone, pair = (Bench(((0.0, 0.0, 0, 4000),) * count, curves=(curve,) * count) for count in (1, 2))
-    assert len(rounds(lone)) > len(rounds(pair)) == 4
-
-
-def test_a_device_that_no_split_needs_fills_the_gap_between_its_batches() -> None:
-    """In a round that another one's bent curve asks for: a batch of 1 would say nothing."""
-    bent = ((0, 10), (64, 11), (500, 12), (1000, 60), (2000, 70), (4000, 300))
-    slow = ((0, 5000), (4000, 9000))
-    found = rounds(Bench(((0.0, 0.0, 0, 4000),) * 3, 0.002, (bent, bent, slow)), global_batch=1500)
-    assert len(found) == 4
-    assert found[3][2] == 36, "half way between 8 and 64"
-
-
 def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
     """The others go on alone."""
     gone = Bench(((10.0, 0.1, 0, 0), (10.0, 0.1, 0, 3000)))
@@ -149,27 +95,6 @@ def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
     assert found[0] == (8, 8)
     assert all(first <= 1 for first, _ in found[1:])
     assert found[-1][1] > 1000
-
-
-def test_a_budget_too_short_for_long_steps_asks_for_none() -> None:
-    """A step of a fifth of the exploration's rest, in five steps, is the longest."""
-    slow = Bench(((100.0, 10.0, 0, 4000), (100.0, 10.0, 0, 4000)))
-    for budget in (20.0, 60.0):
-        longest = max(map(max, rounds(slow, budget_seconds=budget)))
-        assert slow.own(0, longest) <= max(slow.own(0, 64), 0.2 * budget / 5 * 1.05)
-
-
-def test_a_probe_lasts_as_long_as_twelve_of_its_steps() -> None:
-    """Or four seconds, if that is longer."""
-    slow = Bench(((100.0, 10.0, 0, 4000), (10.0, 0.1, 0, 4000)))
-    search = Search(slow.problem())
-    for _ in range(2):
-        for one in slow.measure(search.ask()):
-            search.tell(one)
-    seconds = {probe.layout.active[0]: probe for probe in search.ask()}
-    assert seconds[1].seconds == 4.0
-    step = slow.own(0, seconds[0].layout.shares[0])
-    assert seconds[0].seconds == pytest.approx(min(60.0, 12 * step), rel=0.02)
 
 
 def test_a_retried_round_is_asked_for_whole() -> None:

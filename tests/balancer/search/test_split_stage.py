@@ -17,23 +17,6 @@ EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
 THREE = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000), (30.0, 0.3, 0, 2000)), 0.01)
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4])
-def test_noise_that_moves_the_prediction_again_and_again_does_not_go_on_for_ever(seed: int) -> None:
-    """Where probes differ by 8 % each split promises another one: the fourth is the last."""
-    _, seen = noisy(THREE, 0.08, seed)
-    assert sum(one.probe.stage in ("split", "rest") for one in seen) == 4
-
-
-@pytest.mark.parametrize("seed", [0, 3])
-def test_time_that_is_short_is_shared_with_the_splits_that_may_follow(seed: int) -> None:
-    """So no later one has less than the first, and the last ones what is left."""
-    _, seen = noisy(THREE, 0.08, seed, budget_seconds=80.0)
-    seconds = [one.probe.seconds for one in seen if one.probe.stage == "split"]
-    assert len(seconds) > 2
-    assert seconds[0] < 6
-    assert seconds == sorted(seconds)
-
-
 def test_splits_that_fail_are_given_up_after_the_second() -> None:
     """Each failure names another device, as where the network fails; every try may take minutes to end."""
     bench = Bench(((10.0, 0.1, 0, 4000),) * 6, 0.002)

@@ -1,0 +1,67 @@
+"""How fast a device may be between the batches that it was measured with: what another batch could show.
+
+Times rise, and between two points they lie on no line that must be believed: a knee, a stair or another kernel may be
+there. In each gap time may go on as before it; from the other side it may come as it goes on after it. Where nothing is
+known after the gap, or time rises less there, one step up may be anywhere: half of the gap is hoped for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from evener.balancer.search.model.step_time import Point, merge_points
+from evener.shares.curves import Curve
+
+BENT = 1.1  # times: slopes that differ by less are one slope
+RISEN = 0.03  # relative: times that differ by less are level
+CLEAR = 2.0  # standard errors: a gap in which less may hide shows nothing
+
+
+def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
+    """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
+    found = merge_points(points)
+    if len(found) < 3 or (curve.simple and not _bend_is_open(found, curve)):
+        return curve
+    knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]
+    for i in range(1, len(found)):
+        bend = _bend(found, i) if bends else None
+        knots += [bend] if bend else []
+        knots.append((float(found[i].batch), found[i].seconds))
+    times = list(accumulate((time for _, time in knots), max))
+    return Curve(tuple(batch for batch, _ in knots), tuple(times), _slope_beyond(found, curve), False, curve.error)
+
+
+def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
+    """Where each sample more took less and less time, that goes on."""
+    before, last = _slope(points[-3], points[-2]), _slope(points[-2], points[-1])
+    return curve.slope if curve.simple or last >= before else min(curve.slope, last * last / before)
+
+
+def _bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
+    """Whether one point alone lies beyond a level stretch, or three points on any bend: it may be anywhere between."""
+    risen = sum(point.seconds > (1 + RISEN) * curve.times[0] for point in points)
+    return curve.bent and (len(points) == 3 or risen == 1)
+
+
+def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
+    """The most hopeful bend in the gap before a point: (batch, seconds); None where none is worth a measurement."""
+    one, other = points[right - 1], points[right]
+    own = _slope(one, other)
+    before = _slope(points[right - 2], one) if right > 1 else own
+    after = _slope(other, points[right + 1]) if right + 1 < len(points) else 0.0
+    if own <= before or other.batch - one.batch < 2:
+        return None
+    width = (one.batch + other.batch) / 2 - one.batch
+    if after > max(before, own / BENT):
+        width = (other.batch - one.batch) * (after - own) / (after - before)
+    batch = math.floor(one.batch + width)
+    seconds = one.seconds + before * (batch - one.batch)
+    gain = one.seconds + own * (batch - one.batch) - seconds
+    clear = gain > CLEAR * math.hypot(one.error, other.error) * other.seconds
+    return (float(batch), seconds) if clear and one.batch < batch < other.batch else None
+
+
+def _slope(one: Point, other: Point) -> float:
+    return max(0.0, (other.seconds - one.seconds) / (other.batch - one.batch))

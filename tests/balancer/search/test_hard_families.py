@@ -1,0 +1,24 @@
+"""One machine of each hard family: it can be measured, and a run of it ends with a plan.
+
+How good the plans are is what `python -m benchmarks.search --families hard` measures.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import machine_families_hard as hard
+from tests.support import search_trials as trials
+
+SEED = 7
+
+
+@pytest.mark.parametrize("family", hard.FAMILIES)
+def test_a_run_ends_with_a_plan(family: str) -> None:
+    case = hard.cases(family, SEED)[0]
+    assert case == hard.cases(family, SEED)[0], "another machine of the same seed"
+    assert hard.is_measurable(case.machine, case.ask)
+    found = trials.run(case.machine, case.ask, SEED)
+    assert found.layout is not None, found.why
+    assert found.verdict
+    assert 0 < found.rate <= found.best / (1 - case.ask.tolerance) * 1.001
