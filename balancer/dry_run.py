@@ -10,9 +10,9 @@ import msgspec
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import Job
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober, Report
+from evener.balancer.request import Job
 from evener.balancer.result.explain_failure import find_unfinished
 from evener.balancer.result.words import say_all
 from evener.balancer.search.budget import LONGEST_PROBE_SECONDS

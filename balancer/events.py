@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from evener.balancer.result.words import Said
-from evener.balancer.types import Belief, Observation, Probe, Result
+from evener.balancer.types import Belief, Observation, Probe, Result, Said
 from evener.plan.file import Plan
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
-from evener.balancer.intake.request import Job
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.protocol import Profiled
+from evener.balancer.request import Job
 from evener.balancer.result.layout_names import name_candidate
 from evener.balancer.search.search import Search
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from evener.balancer.intake.request import Job
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
+from evener.balancer.request import Job
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import (
     Failed,

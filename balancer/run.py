@@ -8,11 +8,12 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
+from evener.balancer import journal
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Job, Request
+from evener.balancer.journal import EndedEntry, Header, Journal, LaterEntry, Record
+from evener.balancer.request import Job, Request
 from evener.balancer.search.search import Search
-from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import EndedEntry, Header, Journal, LaterEntry, Record
+from evener.balancer.store import replay, runs
 from evener.balancer.store.locks import lock_devices, lock_run
 from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError

@@ -7,17 +7,17 @@ import time
 
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.intake.request import Job, Request
+from evener.balancer.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
 from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Facts, Prober
+from evener.balancer.request import Job, Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished
 from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
 from evener.balancer.store import replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 from evener.errors import RequestError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -292,3 +292,18 @@ class Problem(msgspec.Struct, frozen=True):
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of
     max_slowdown: float = 0.0  # that an objective which trades speed may cost: a part of the fastest layout's
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something to know of a result: its code, and the values in its sentence."""
+
+    code: str
+    values: dict[str, Any] = {}
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Everything that a result says: the parts of its verdict, its warnings in their order, and why it ended."""
+
+    verdict: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    stopped: str = ""

@@ -10,13 +10,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from evener.balancer import journal
 from evener.balancer.intake.problem import make_problem
 from evener.balancer.result.layout_names import name_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.statistics import relative_error, relative_half_width
-from evener.balancer.store import journal, replay
+from evener.balancer.store import replay
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
+from evener.balancer.request import Request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
 from evener.plan.file import Plan, load_plan
 

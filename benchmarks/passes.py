@@ -20,8 +20,8 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
 from evener.balancer.manual_run import RunLength, timed_runs
+from evener.balancer.request import Request
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of

@@ -12,7 +12,7 @@ from benchmarks.search_rivals import RIVALS
 from evener.balancer.search.budget import BASE_SECONDS
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Stage, Timed
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from tests.support import machine_families as machines
 from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber

@@ -19,9 +19,9 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.make import make_prober
 from evener.balancer.probes.prober import Prober
+from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.shares.whole_rows import apportion

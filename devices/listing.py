@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from evener.devices.types import Device, Term, limited
 from evener.errors import DeviceError, RequestError
 

@@ -22,8 +22,8 @@ from evener.balancer.session import Request, Session
 from evener.devices.discover import discover
 from evener.devices.host.snapshot_builder import SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
+from evener.devices.machine import Machine
 from evener.devices.sampler import History, Subscriber
-from evener.devices.simulated.machine import Machine
 from evener.devices.simulated.source import SimulatedSource
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.live.files import LiveDevice, ShareChange, Training

@@ -7,15 +7,15 @@ from importlib.util import find_spec
 
 import msgspec
 
-from evener.balancer.intake.request import Request
 from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.launch_plan import ONE_PROCESS
+from evener.balancer.request import Request
 from evener.devices.busy import find_others
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.limits import write_limit
 from evener.devices.listing import Discovery
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, RequestError
 

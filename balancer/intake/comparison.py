@@ -11,7 +11,7 @@ import msgspec
 from evener.balancer.families.family import Family, PackMode, Placement
 from evener.balancer.families.registry import FAMILIES, find_families
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Job, Request
+from evener.balancer.request import Job, Request
 from evener.balancer.search.layouts import Knob, LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import group_by_host

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from evener.balancer.intake.checks import check_fit, check_hosts
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import Job, Request, check_request
+from evener.balancer.request import Job, Request, check_request
 from evener.balancer.search.problem import check_problem
 from evener.devices.discover import discover
 from evener.devices.types import group_by_host

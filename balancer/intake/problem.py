@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evener.balancer.intake.request import Job, allows_passes
-from evener.balancer.store.journal import Header
+from evener.balancer.journal import Header
+from evener.balancer.request import Job, allows_passes
 from evener.balancer.types import Problem
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from evener.balancer.number_format import efficiency
 from evener.balancer.objectives.objective import Objective
-from evener.balancer.result.number_format import efficiency
 from evener.balancer.types import Power, Timed
 
 

@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 import msgspec
 
-from evener.balancer.intake.request import Job, deals_by_cost
 from evener.balancer.probes.prober import Facts
+from evener.balancer.request import Job, deals_by_cost
 from evener.devices.registry import all_backends
 
 _FRAMEWORKS = ("tensorflow", "keras", "torch")

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import cast
 
-from evener.balancer.intake.request import Job
 from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_facts import add_facts
 from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
@@ -35,6 +34,7 @@ from evener.balancer.probes.memory_budget import MemoryBudget
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
 from evener.balancer.probes.stack_dump import Stack
+from evener.balancer.request import Job
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError

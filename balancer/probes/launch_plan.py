@@ -9,9 +9,9 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.intake.request import Job
 from evener.balancer.probes.child_group import RankMap
 from evener.balancer.probes.protocol import Build
+from evener.balancer.request import Job
 from evener.balancer.types import Layout
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend

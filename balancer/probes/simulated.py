@@ -19,7 +19,7 @@ from evener.balancer.probes.block_timing import Block, BlockTimer
 from evener.balancer.probes.prober import Facts, Report
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free

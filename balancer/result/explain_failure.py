@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.intake.request import allows_passes
+from evener.balancer.journal import Header, Record
+from evener.balancer.number_format import join_words, write_share
+from evener.balancer.request import allows_passes
 from evener.balancer.result.measurements import find_taken_bytes
-from evener.balancer.result.number_format import join_words, write_share
 from evener.balancer.result.outcome import RunEnd
-from evener.balancer.result.words import GIB, Finding, say_all
-from evener.balancer.store.journal import Header, Record
-from evener.balancer.types import Belief, Failed, Observation, OutOfMemory, Timed
+from evener.balancer.result.words import GIB, say_all
+from evener.balancer.types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.number_format import percent, rate, relative_error
+from evener.balancer.number_format import percent, rate, relative_error
 from evener.balancer.types import Interval
 
 UNKNOWN = 0.25  # relative error, beyond which samples/s aren't known

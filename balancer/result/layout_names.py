@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.result.number_format import write_share
+from evener.balancer.number_format import write_share
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.types import Layout
 from evener.plan.file import BEST_SPLIT

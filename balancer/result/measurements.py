@@ -8,8 +8,8 @@ from itertools import chain, permutations
 from typing import Any, get_args
 
 from evener.balancer.probes.block_timing import NOISY
-from evener.balancer.result.words import DOUBTS, UNCERTAIN, Finding
-from evener.balancer.types import Doubt, Failed, Layout, Observation, OutOfMemory, Timed, Warned
+from evener.balancer.result.words import DOUBTS, UNCERTAIN
+from evener.balancer.types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Timed, Warned
 from evener.devices.types import Device
 
 ORDER = get_args(Doubt)

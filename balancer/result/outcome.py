@@ -8,21 +8,32 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from evener.balancer.families.registry import SOLO
+from evener.balancer.journal import Header, Record
+from evener.balancer.number_format import relative_error
 from evener.balancer.objectives.registry import find_objective
 from evener.balancer.probes.launch_plan import MIXED
 from evener.balancer.probes.prober import Facts
 from evener.balancer.result import measurements
 from evener.balancer.result.gains import is_certain
 from evener.balancer.result.layout_names import list_shares, name_candidate
-from evener.balancer.result.number_format import relative_error
 from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
 from evener.balancer.result.verdict import cost_ratios, find_verdict
-from evener.balancer.result.words import Finding, Said, say_all, write_verdict
+from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.search import Search
-from evener.balancer.store.journal import Header, Record
-from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Result, Timed, Warned
+from evener.balancer.types import (
+    Failed,
+    Finding,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Result,
+    Said,
+    Timed,
+    Warned,
+)
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan.file import (

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 
 from evener.balancer.families.registry import FAMILIES
+from evener.balancer.number_format import relative_error
 from evener.balancer.result.gains import is_certain, is_rough, printed_gain
 from evener.balancer.result.layout_names import list_shares
-from evener.balancer.result.number_format import relative_error
 from evener.balancer.result.rivals import Rival, find_larger, find_own_family, name_rivals
-from evener.balancer.result.words import Finding
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.search import Search
-from evener.balancer.types import Interval, Layout, Result, Timed
+from evener.balancer.types import Finding, Interval, Layout, Result, Timed
 from evener.devices.types import Device
 from evener.shares.costs import Cost
 

@@ -10,29 +10,13 @@ import string
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from evener.balancer.families.family import MODES
 from evener.balancer.families.registry import FAMILIES
+from evener.balancer.number_format import join_words, milliseconds, percent, rate
 from evener.balancer.result.layout_names import KNOBS, join_shares
-from evener.balancer.result.number_format import join_words, milliseconds, percent, rate
+from evener.balancer.types import Finding
 
 GIB = 1 << 30
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something to know of a result: its code, and the values in its sentence."""
-
-    code: str
-    values: dict[str, Any] = {}
-
-
-class Said(msgspec.Struct, frozen=True):
-    """Everything that a result says: the parts of its verdict, its warnings in their order, and why it ended."""
-
-    verdict: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-    stopped: str = ""
 
 
 DOUBTS = {  # the reason not to trust a verdict, the worst first

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import check_request
+from evener.balancer.journal import AskedEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.prober import Facts
+from evener.balancer.request import check_request
 from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.search import Search
-from evener.balancer.store.journal import AskedEntry, Header, ObservationEntry, Record
 from evener.balancer.types import Observation, Probe
 from evener.errors import NoLayoutError
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.store import journal, replay
-from evener.balancer.store.journal import EndedEntry, FailedEntry, Header, Record
+from evener.balancer import journal
+from evener.balancer.journal import EndedEntry, FailedEntry, Header, Record
+from evener.balancer.store import replay
 from evener.balancer.store.locks import is_running, lock_run
 from evener.balancer.store.notes import RunNote, change_note, read_note
 from evener.balancer.store.trainings import TrainingRecord, read_training

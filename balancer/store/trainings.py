@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.store.journal import read_trusted
+from evener.balancer.journal import read_trusted
 from evener.errors import RequestError
 from evener.live.files import start_ticks
 from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingEntry

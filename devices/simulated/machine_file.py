@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
+from evener.devices.machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
 from evener.system.whole_files import read_whole
 

@@ -14,7 +14,7 @@ import threading
 import msgspec
 
 from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.simulated.machine import USUAL_WATTS, Machine
+from evener.devices.machine import USUAL_WATTS, Machine
 from evener.devices.types import Device, DeviceSample, Snapshot, value
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import pytest
 from evener.balancer.dry_run import Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
 from evener.balancer.manual_run import RunLength, timed_runs
+from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import solo

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.launch_plan import GroupKey, assign_devices, choose_engine
 from evener.balancer.probes.make import make_prober
+from evener.balancer.request import Job, Request
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
 from evener.errors import RequestError

@@ -8,14 +8,25 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Event, Finished, ProbeProgress
-from evener.balancer.intake.request import Request
+from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished, list_failures
 from evener.balancer.result.outcome import RunEnd
-from evener.balancer.result.words import Finding, say_all
+from evener.balancer.result.words import say_all
 from evener.balancer.search.decisions import Stop
 from evener.balancer.session import Session
-from evener.balancer.store.journal import Header, ObservationEntry, Record
-from evener.balancer.types import Belief, CurveSketch, Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
+from evener.balancer.types import (
+    Belief,
+    CurveSketch,
+    Failed,
+    Finding,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Timed,
+    solo,
+)
 from evener.devices.types import Device
 from evener.errors import NoLayoutError
 

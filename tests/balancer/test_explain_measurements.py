@@ -17,8 +17,8 @@ from evener.balancer.result.measurements import (
     find_taken_memory,
     find_weakness,
 )
-from evener.balancer.result.words import Finding, say_all, write_verdict
-from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, Warned, layout_of, solo
+from evener.balancer.result.words import say_all, write_verdict
+from evener.balancer.types import Failed, Finding, Layout, Probe, Stage, Timed, Warned, layout_of, solo
 from evener.devices.types import Device
 from evener.tui.text.progress import DOUBTS
 

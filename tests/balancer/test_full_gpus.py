@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.balancer.store.runs import list_runs
 from evener.devices import busy
 from evener.errors import DeviceError

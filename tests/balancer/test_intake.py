@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.intake.job import take_in
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import Request, check_request
+from evener.balancer.journal import Header
 from evener.balancer.objectives.energy import ENERGY
+from evener.balancer.request import Request, check_request
 from evener.balancer.run import begin
-from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import Header
+from evener.balancer.store import replay, runs
 from evener.errors import RequestError
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.intake.request import Request
-from evener.balancer.store import journal
-from evener.balancer.store.journal import AskedEntry, Header, LaterEntry, ObservationEntry
+from evener.balancer import journal
+from evener.balancer.journal import AskedEntry, Header, LaterEntry, ObservationEntry
+from evener.balancer.request import Request
 from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
@@ -139,7 +139,7 @@ FILL = """
 import resource, sys
 from pathlib import Path
 
-from evener.balancer.store import journal
+from evener.balancer import journal
 from evener.errors import RequestError
 import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 written, record = journal.reopen(Path({path!r}))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
     GroupKey,
@@ -21,6 +20,7 @@ from evener.balancer.probes.launch_plan import (
 )
 from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
+from evener.balancer.request import Job, Request
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
 from evener.devices.child_environment import child_environment

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.families import registry
 from evener.balancer.families.family import Family, View
-from evener.balancer.store import journal, replay
+from evener.balancer.store import replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
 from evener.plan.file import load_plan

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.objectives import registry
 from evener.balancer.objectives.objective import Objective
-from evener.balancer.store import journal, replay
+from evener.balancer.store import replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Timed
 from evener.tui.cli.main import run

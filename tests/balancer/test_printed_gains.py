@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.balancer.store import journal, replay
+from evener.balancer import journal
+from evener.balancer.store import replay
 from evener.plan.file import parse_plan, to_json
 from tests.support.printed_gains import find_faults, find_summary_faults
 from tests.support.search_outcomes import draw_outcome

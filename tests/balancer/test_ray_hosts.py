@@ -22,8 +22,8 @@ from evener.balancer import cluster_diagnostics
 from evener.balancer.cluster_diagnostics import HostReport, check_cluster
 from evener.balancer.diagnostics import Check
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo

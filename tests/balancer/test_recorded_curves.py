@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.balancer.store import journal
+from evener.balancer import journal
 from evener.balancer.types import Timed
 from tests.support import recorded_machines as recorded
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.balancer.store import journal, replay
+from evener.balancer import journal
+from evener.balancer.store import replay
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import parse_plan, to_json, to_toml
 

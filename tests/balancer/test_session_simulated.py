@@ -10,14 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
 from evener.balancer.intake import job
 from evener.balancer.intake.comparison import take_in_comparison
+from evener.balancer.journal import EndedEntry, ObservationEntry
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.session import Request, Session
-from evener.balancer.store import journal, runs
-from evener.balancer.store.journal import EndedEntry, ObservationEntry
+from evener.balancer.store import runs
 from evener.balancer.types import Probe
 from evener.devices.discover import discover
 from evener.devices.listing import Discovery

@@ -8,7 +8,7 @@ import time
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 
 FAST = SimulatedDevice(
     name="fast", memory_mib=1000, curve=((64, 100.0), (128, 150.0)), memory_base_mib=100, memory_per_sample_mib=1

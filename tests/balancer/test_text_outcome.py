@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.intake.request import Request, deals_by_cost
+from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.prober import Facts
+from evener.balancer.request import Request, deals_by_cost
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
 from evener.balancer.store import replay
-from evener.balancer.store.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml

@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.result import words
-from evener.balancer.result.words import Finding, list_sentences, say, say_all, write_verdict
+from evener.balancer.result.words import list_sentences, say, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store import journal, replay
+from evener.balancer.store import replay
+from evener.balancer.types import Finding, Said
 from evener.tui.cli.main import run
 from tests.support.search_outcomes import draw_outcome
 
@@ -58,7 +60,7 @@ def test_the_parts_of_a_verdict_are_joined_by_what_they_are() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "recorded").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_a_recorded_run_s_findings_survive_json_and_say_what_its_plan_says(path: Path) -> None:
     outcome = replay.recover(journal.read(path))
-    found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=words.Said)
+    found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=Said)
     assert say_all(found.warnings) == outcome.plan.warnings
     assert write_verdict(found.verdict) == outcome.verdict
     assert Stop[found.stopped.upper()].value == outcome.plan.search.why_stopped
@@ -68,7 +70,7 @@ def test_drawn_searches_too() -> None:
     chance = random.Random(3)
     for _ in range(20):
         outcome, _ = draw_outcome(chance)
-        found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=words.Said)
+        found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=Said)
         assert write_verdict(found.verdict) == outcome.verdict
 
 

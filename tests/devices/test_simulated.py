@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.simulated.machine import MIB, Machine, SimulatedDevice, Sync
+from evener.devices.machine import MIB, Machine, SimulatedDevice, Sync
 from evener.devices.simulated.machine_file import catalogue, catalogue_names, load_machine, parse_machine
 from evener.devices.types import Limit
 from evener.errors import RequestError

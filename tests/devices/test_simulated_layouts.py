@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.machine import Machine, SimulatedDevice
 from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import RequestError
 

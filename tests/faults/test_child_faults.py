@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
+from evener.balancer.request import Job, Request
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cpu.slices import slices

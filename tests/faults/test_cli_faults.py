@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 import evener
+from evener.balancer import journal
+from evener.balancer.journal import Record
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store import journal
-from evener.balancer.store.journal import Record
 from evener.balancer.types import Observation, Timed
 from evener.plan.file import load_plan
 from evener.tui.cli import session_runner

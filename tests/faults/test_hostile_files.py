@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import evener
+from evener.balancer import journal
 from evener.balancer.session import Request, Session
-from evener.balancer.store import journal, runs
+from evener.balancer.store import runs
 from evener.errors import EvenerError, RequestError
 from evener.live.files import file_name, prepare_folder, replace_file, start_ticks
 from evener.live.reporter import Reporter, read_trainings

@@ -15,10 +15,11 @@ import msgspec
 import psutil
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, Started
+from evener.balancer.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.session import Request, Session
-from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, ObservationEntry, Record
+from evener.balancer.store import replay, runs
 from evener.balancer.types import Failed
 from tests.support.cores import two_cores
 from tests.support.probe_children import list_probe_children

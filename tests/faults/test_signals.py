@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 import evener
-from evener.balancer.store import journal
-from evener.balancer.store.journal import AskedEntry
+from evener.balancer import journal
+from evener.balancer.journal import AskedEntry
 from evener.balancer.types import Timed
 from evener.plan.file import load_plan
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.session import Request, Session
-from evener.balancer.store import journal, runs
+from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory
 from evener.devices.simulated.machine_file import parse_machine
 from evener.errors import RequestError

@@ -20,7 +20,7 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.packing import MOST_PROCESSES
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
-from evener.devices.simulated.machine import Machine, SimulatedPlacement, interpolate
+from evener.devices.machine import Machine, SimulatedPlacement, interpolate
 from tests.support import machine_families, search_oracle
 
 NOISES = (0.002, 0.01, 0.03)

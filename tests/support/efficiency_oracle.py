@@ -10,7 +10,7 @@ import msgspec
 
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from tests.support import machine_families as machines
 from tests.support.recording_prober import RecordingProber
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed
-from evener.balancer.intake.request import Request
 from evener.balancer.probes import child, protocol
+from evener.balancer.request import Request
 from evener.balancer.session import Session
-from evener.balancer.store import journal, replay
+from evener.balancer.store import replay
 from evener.devices.discover import discover, open_source
 from evener.devices.limits import parse_limit, write_limit
 from evener.devices.recording import Recorder, Recording

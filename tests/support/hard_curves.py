@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from evener.devices.simulated.machine import Sync
+from evener.devices.machine import Sync
 from tests.support.machine_drafts import CURVED, FAR, Draft, flat_to, line_points, log_uniform, redraw, roughen, scale
 
 JAGS = (

@@ -9,7 +9,7 @@ import random
 
 import msgspec
 
-from evener.devices.simulated.machine import Sync
+from evener.devices.machine import Sync
 from tests.support.hard_curves import knee
 from tests.support.machine_drafts import Draft, Part, flat_to, log_uniform, redraw, room_mib, roughen, scale
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from evener.devices.simulated.machine import SimulatedEvent
+from evener.devices.machine import SimulatedEvent
 from tests.support.machine_drafts import Draft, redraw, scale
 
 

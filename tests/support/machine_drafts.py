@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedEvent, Sync
+from evener.devices.machine import Machine, SimulatedDevice, SimulatedEvent, Sync
 
 FAR = 8192  # samples: the far point of a straight curve
 CURVED = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # samples: the points of a bent one

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 
 SIZES = (2, 4, 8, 16)
 NOISES = (0.002, 0.01, 0.03)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from tests.support import hard_curves as curves
 from tests.support import hard_devices as devices
 from tests.support import hard_events as events

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from evener.devices.simulated.machine_file import parse_machine
 
 CARD = """

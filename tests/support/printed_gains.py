@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from evener.balancer.result.number_format import rate, relative_error
+from evener.balancer.number_format import rate, relative_error
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, SOLO_PREFIX, Evidence, Plan, PlanLayout
 from evener.tui.text.plan_summary import summary_lines
 

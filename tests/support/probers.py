@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.measurement import Timeouts
+from evener.balancer.request import Job, Request
 from evener.devices.types import Device
 
 

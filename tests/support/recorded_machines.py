@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from evener.balancer import journal
 from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.search import Search
-from evener.balancer.store import journal
 from evener.balancer.types import Timed
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_oracle as oracle
 from tests.support.recording_prober import RecordingProber
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.types import Observation, Probe
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 
 
 class RecordingProber:

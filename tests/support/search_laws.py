@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from evener.balancer.search.search import Search
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_trials as trials
 from tests.support.search_trials import Ask, Case, StartingProber
 

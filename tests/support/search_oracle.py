@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.machine import Machine, SimulatedDevice
 from evener.devices.types import Limit
 from tests.support.machine_families import largest
 

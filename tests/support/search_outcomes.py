@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from evener.balancer.intake.request import Request
+from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.request import Request
 from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store.journal import Header, ObservationEntry, Record
 from evener.devices.types import Device
 from tests.support.search_machines import Bench, noisy
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 
 from evener.balancer.intake.problem import make_problem
-from evener.balancer.intake.request import Job, Request
+from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.request import Job, Request
 from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
-from evener.balancer.store.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from evener.devices.simulated.machine_file import load_machine
 from tests.support import search_oracle as oracle
 

@@ -13,7 +13,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets._footer import FooterKey
 
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
 from evener.devices.host.training_rates import TrainingRates
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.tui.cli.main import run
 
 pytest.importorskip("matplotlib")

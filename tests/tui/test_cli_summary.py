@@ -5,9 +5,21 @@ from __future__ import annotations
 import msgspec
 
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
-from evener.balancer.result.number_format import relative_error
-from evener.balancer.result.words import Finding, say
-from evener.balancer.types import Belief, Failed, Interval, Layout, OutOfMemory, Probe, Result, Timed, layout_of, solo
+from evener.balancer.number_format import relative_error
+from evener.balancer.result.words import say
+from evener.balancer.types import (
+    Belief,
+    Failed,
+    Finding,
+    Interval,
+    Layout,
+    OutOfMemory,
+    Probe,
+    Result,
+    Timed,
+    layout_of,
+    solo,
+)
 from evener.plan.file import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
 from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress, observation_words, outcome_words

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.intake.request import Request
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
+from evener.balancer.request import Request
 from evener.errors import RequestError
 from evener.tui.cli.options import SEARCH, TRAINING, spread_lists
 from evener.tui.text.formatting import duration, plain, size

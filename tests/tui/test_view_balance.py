@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.events import Paused, ProbeProgress, ProbeStarted
-from evener.balancer.result.number_format import write_share
+from evener.balancer.number_format import write_share
 from evener.balancer.session_state import (
     RivalRate,
     Seen,

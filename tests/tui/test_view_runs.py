@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from evener.balancer.intake.request import Request
-from evener.balancer.store.journal import Header
+from evener.balancer.journal import Header
+from evener.balancer.request import Request
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view.cells import span_cells

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.make import make_prober
+from evener.balancer.request import Request
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.errors import RequestError
 from evener.shares.costs import Cost, Work

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.tui.text.parsing import REQUEST_HELP, make_request
 from evener.tui.text.workload_help import DEFAULTS
 from evener.workloads import registry

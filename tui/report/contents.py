@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import write_share
-from evener.balancer.store import journal, runs
-from evener.balancer.store.journal import Record
+from evener.balancer import journal
+from evener.balancer.journal import Record
+from evener.balancer.number_format import write_share
+from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.limits import write_limit
 from evener.devices.types import Device

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from evener.balancer.result.number_format import percent, rate, write_share
+from evener.balancer.number_format import percent, rate, write_share
 from evener.errors import RequestError
 from evener.tui.report.contents import RunReport
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from evener.balancer.result.number_format import percent, rate, write_share
+from evener.balancer.number_format import percent, rate, write_share
 from evener.errors import RequestError
 from evener.system.whole_files import write_atomically
 from evener.tui.report.contents import RankedLayout, RunReport, read_report

@@ -17,7 +17,7 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.event_thread import EventThread
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError

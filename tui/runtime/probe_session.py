@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Observed, ProbeStarted, Started
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 
 RUNS = 3

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from evener.balancer import journal
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted, Started
-from evener.balancer.store import journal, replay, runs
-from evener.balancer.store.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
+from evener.balancer.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
+from evener.balancer.store import replay, runs
 from evener.balancer.types import OutOfMemory
 from evener.errors import NoLayoutError
 

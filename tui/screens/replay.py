@@ -11,8 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
 from evener.balancer.events import Event
+from evener.balancer.journal import Header
 from evener.balancer.session_state import advance, first_state
-from evener.balancer.store.journal import Header
 from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
 from evener.tui.screens.base import PanelScreen

@@ -15,8 +15,8 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
 from evener.balancer.families.registry import FAMILIES
-from evener.balancer.intake.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
 from evener.balancer.objectives.registry import OBJECTIVES, find_objective
+from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
 from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import Device

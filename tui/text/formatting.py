@@ -7,7 +7,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable
 
-from evener.balancer.result.number_format import efficiency
+from evener.balancer.number_format import efficiency
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")

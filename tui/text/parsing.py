@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.intake.request import Request
 from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective, that_trade_speed
+from evener.balancer.request import Request
 from evener.devices.limits import write_limit
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host

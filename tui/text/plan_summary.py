@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evener.balancer.number_format import half_width, percent, rate, write_share
 from evener.balancer.result.gains import is_certain, write_gain
-from evener.balancer.result.number_format import half_width, percent, rate, write_share
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.types import Interval
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput

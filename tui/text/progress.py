@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.events import Event, Observed, ProbeProgress, Started
-from evener.balancer.result.number_format import half_width, percent, rate, write_share
+from evener.balancer.number_format import half_width, percent, rate, write_share
 from evener.balancer.session_state import SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.tui.text.formatting import duration, plain

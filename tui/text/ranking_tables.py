@@ -9,9 +9,9 @@ import msgspec
 
 from evener.balancer.families.family import MODES
 from evener.balancer.layout_profile import LayoutProfile
+from evener.balancer.number_format import half_width, percent, rate
 from evener.balancer.probes.protocol import Profiled
 from evener.balancer.result.layout_names import name_all
-from evener.balancer.result.number_format import half_width, percent, rate
 from evener.balancer.result.verdict import waiting_share
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.balancer.store.trainings import TrainingRecord
 from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
 from evener.tui.text.formatting import count_words, duration, plain

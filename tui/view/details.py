@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from evener.balancer.result.number_format import percent, rate
+from evener.balancer.number_format import percent, rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, State
 from evener.tui.text.formatting import duration, size
 from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines, whole_lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
 from evener.tui.view.charts import bar, nice_ceiling, spark, work_bar

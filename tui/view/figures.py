@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State, value
 from evener.tui.view.cells import Span, Tone, cells
 from evener.tui.view.marks import Marks

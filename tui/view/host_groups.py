@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
 from evener.tui.view.cells import Line, Span, clean, cut, pad, span_cells
 from evener.tui.view.figures import gib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from evener.balancer.result.number_format import percent, rate
+from evener.balancer.number_format import percent, rate
 from evener.balancer.session_state import (
     SessionState,
     best_solo,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 from evener.tui.view.cells import Span, Tone, clean, cut
 from evener.tui.view.figures import figure, run_time, short, short_bytes, whole

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from evener.balancer.result.number_format import milliseconds, percent
+from evener.balancer.number_format import milliseconds, percent
 from evener.devices.host.training_rates import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training

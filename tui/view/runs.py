@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.text.formatting import duration, note_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample
 from evener.tui.view.cells import Line, text_lines
 from evener.tui.view.charts import nice_ceiling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from evener.balancer.result.number_format import milliseconds, percent, rate, write_share
+from evener.balancer.number_format import milliseconds, percent, rate, write_share
 from evener.live.files import ShareChange
 from evener.tui.text.formatting import count_words, duration
 from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_lines

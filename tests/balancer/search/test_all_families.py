@@ -14,7 +14,7 @@ from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
-from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
+from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 from tests.support import comparison_cases
 
 ALL = LayoutOptions(placements=(Placement("towers"),))

@@ -8,7 +8,7 @@ from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Problem
-from evener.devices.simulated.machine import Machine, SimulatedDevice
+from evener.devices.machine import Machine, SimulatedDevice
 from tests.support import comparison_cases
 
 BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB

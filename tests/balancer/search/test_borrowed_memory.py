@@ -11,7 +11,7 @@ from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.types import OutOfMemory, Problem
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from tests.support import recorded_machines
 from tests.support.recording_prober import RecordingProber
 

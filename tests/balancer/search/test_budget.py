@@ -20,7 +20,7 @@ from evener.balancer.search.layouts import BALANCE, LayoutOptions, shrink
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
-from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
+from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")))
 LABELS = ("SIM:0", "SIM:1")

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from evener.balancer.events import Finished
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.request import Request
 from evener.balancer.search.host_choice import split_over_hosts
 from evener.balancer.search.model.sync_cost import ExchangeCosts, fit_exchange_costs
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Problem
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.errors import RequestError
 from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve, split_fixed, split_free

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from tests.support import search_trials as trials
 from tests.support.search_trials import Ask
 

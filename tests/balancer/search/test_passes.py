@@ -28,7 +28,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.shares import waterfill
 from evener.shares.curves import Curve, PassCurve
 from evener.shares.waterfill import DeviceCurve

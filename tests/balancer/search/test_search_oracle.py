@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from evener.devices.simulated.machine import Machine, SimulatedDevice, SimulatedEvent, Sync
+from evener.devices.machine import Machine, SimulatedDevice, SimulatedEvent, Sync
 from tests.support import search_oracle as oracle
 from tests.support.machine_families import largest
 

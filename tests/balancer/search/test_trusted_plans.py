@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.events import Finished, Observed
-from evener.balancer.intake.request import Request
+from evener.balancer.request import Request
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.ranking import TIE
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Timed, solo
-from evener.devices.simulated.machine import Machine, SimulatedDevice, Sync
+from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.plan.file import BEST_SINGLE
 from tests.support import machine_families, search_oracle
 from tests.support.machines import crawling_machine

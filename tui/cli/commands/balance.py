@@ -14,7 +14,7 @@ import typer
 from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Job, Request
+from evener.balancer.request import Job, Request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import RequestError

@@ -11,8 +11,8 @@ import typer
 
 from evener.balancer.events import Finished
 from evener.balancer.intake.comparison import take_in_comparison
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.layout_profile import LayoutProfile, profile_ranking
+from evener.balancer.request import Job, Request
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.tui.cli.options import (

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from evener.balancer.result.number_format import write_share
+from evener.balancer.number_format import write_share
 from evener.errors import RequestError
 from evener.tui.cli.options import RayAddressOption
 from evener.tui.launch.job import HostJob, make_job

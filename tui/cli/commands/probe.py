@@ -11,10 +11,10 @@ import msgspec
 import typer
 
 from evener.balancer.intake.job import take_in
-from evener.balancer.intake.request import Job, Request
 from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
+from evener.balancer.number_format import half_width, rate, write_share
+from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
-from evener.balancer.result.number_format import half_width, rate, write_share
 from evener.balancer.result.words import say_all
 from evener.balancer.types import Layout, Power
 from evener.devices.types import Device

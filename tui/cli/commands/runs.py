@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import typer
 
-from evener.balancer.result.number_format import rate
+from evener.balancer.number_format import rate
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trainings import TrainingRecord

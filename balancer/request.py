@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from evener.balancer.number_format import join_words
 from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective
-from evener.balancer.result.number_format import join_words
 from evener.balancer.search.layouts import LayoutOptions
-from evener.devices.simulated.machine import Machine
+from evener.devices.machine import Machine
 from evener.devices.types import Device
 from evener.errors import RequestError
 

@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from evener.balancer.intake.request import Request
 from evener.balancer.probes.prober import Facts
+from evener.balancer.request import Request
 from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
