@@ -115,7 +115,7 @@ class SearchReading:
 
     def still_run(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one training and may run again; all that ran, if none may."""
-        ran = self._ran()
+        ran = {layout: turns for layout, turns in self._ran().items() if self.turns(layout)}
         return self.seen.still_fit(ran) or ran
 
     def _ran(self) -> dict[Layout, list[Timed]]:
