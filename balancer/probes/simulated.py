@@ -148,8 +148,9 @@ class _SimulatedProbe:
             if lost := self._lost(elapsed):
                 return lost
             slowed, slowest = self._slowed(elapsed)
-            wall = steps * step * self._draw(noise, steps) / (1 - slowed)
-            own = tuple(p and p * wall / step for p in parts)
+            held, own = self._hold_back(step, parts, elapsed)
+            wall = steps * held * self._draw(noise, steps)
+            own = tuple(p and p * wall / held for p in own)
             timer.add(Block(steps, wall, own_seconds=own, slowed=slowed, slowest=slowest))
             elapsed += wall
             self._report_timing(elapsed, timer)
@@ -183,8 +184,19 @@ class _SimulatedProbe:
             found.append(None if other or device.power_watts is None else device.watts(busy, rate))
         return tuple(found) if any(found) else ()
 
+    def _hold_back(
+        self, step: float, parts: tuple[float | None, ...], elapsed: float
+    ) -> tuple[float, tuple[float | None, ...]]:
+        """The step and its parts while devices hold themselves back: each slows its own part, and the others wait."""
+        at = self._start + elapsed
+        speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
+        if not any(parts):
+            return step / min(speeds[i] for i in self._probe.layout.active), parts
+        held = tuple(part and part / speed for part, speed in zip(parts, speeds, strict=True))
+        return step + max(filter(None, held)) - max(filter(None, parts)), held
+
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """How much the device that is held back most slows the step, and its position; -1 if none is."""
+        """By how much the device that is held back most is slower, and its position; -1 if none is."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1

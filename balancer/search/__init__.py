@@ -13,20 +13,23 @@ with t_i the device's own time for its share b_i, and c_k the time of gradient e
 computation. A share fits while m0_i + m1_i * b_i is within the device's memory. From t_i and c_k the best shares follow
 (`evener.shares.waterfill`): exactly for up to 32 devices, by a sweep over finish times beyond.
 
-1. `solo_stage`: every device alone, all at the same time, three or four batches. This gives each t_i and memory line.
-   Devices whose times differ by no more than noise share one curve, hence equal shares.
+1. `solo_stage`: every device alone, all at the same time, two small batches. This gives each t_i and memory line. Then
+   the layout that would be fastest if each t_i were as fast as its points allow (`model/hope`) says which batches to
+   measure, while half of what it promises pays for their time. A device that would keep the others waiting for little
+   is left out of a round. Devices whose times differ by no more than noise share one curve, hence equal shares.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
    c_k is assumed low, so that using fewer devices gets tried. Where no simple curve fits the times, more splits are
    allowed. Of a free batch, the smallest that is predicted to be within the tolerance of the fastest (`tolerable`) is
-   measured, and the fastest too unless the curves can be trusted that far. A device that may beat every split alone is
+   measured, and the fastest too. A device that may beat every split alone is
    measured while the others are idle (stage `rest`).
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
    several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a
    part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
-   again (stage `check`): its figure is to be one that didn't choose it.
+   again (stage `check`): its figure is to be one that didn't choose it. If that is surely lower than all turns before,
+   the machine has changed, and others may win. What was measured while a device held itself back counts little.
 
 The `turn` of a probe counts rounds in the solo stage and turns in the race. `ranking` orders the layouts of the race;
 `best` also considers those that only exploration measured.

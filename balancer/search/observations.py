@@ -95,10 +95,11 @@ class Observations:
         probe, layout = seen.probe, seen.probe.layout
         self._settled.pop(probe.stage, None)
         self._refuted.pop((layout.kind, layout.active), None)
-        if probe.stage in EXPLORATION:
+        explored = probe.stage in EXPLORATION
+        if explored or probe.stage == "check":
             for position in layout.active:
                 self._devices.pop(position, None)
-        if probe.stage in EXPLORATION or not isinstance(seen, Timed):
+        if explored or not isinstance(seen, Timed) or (probe.stage == "check" and seen.held_back()):
             self.explored_version += 1
 
     # ------------------------------------------------------------------ by probe, stage and layout
@@ -150,7 +151,24 @@ class Observations:
         earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
-        return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
+        return _steady(self._since_slower(layout, self._refuting_checks(timed, found) or dict(sorted(found.items()))))
+
+    def _since_slower(self, layout: Layout, turns: Turns) -> Turns:
+        """The turns without those from before a device of the layout was held back for good."""
+        return {
+            turn: one
+            for turn, one in turns.items()
+            if all(turn >= self._slower_from(i) or one.held_back(i) for i in layout.active)
+        }
+
+    def first_turn(self, layout: Layout) -> int:
+        """The first turn that says how fast it is now."""
+        return max(self._slower_from(i) for i in layout.active)
+
+    def _slower_from(self, position: int) -> int:
+        """The turn of the device's last check, if it was held back then: what it was before is over."""
+        checks = self.checks(position)
+        return checks[-1].probe.turn if checks and checks[-1].held_back(position) else FIRST_TURN
 
     def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
         """The numbers of all its turns, those in which a device was held back too."""
@@ -266,6 +284,11 @@ class Observations:
         """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
         timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
+
+    def checks(self, position: int) -> list[Timed]:
+        """The checks of layouts that the device has a part in, by their turns."""
+        checks = [one for one in self.in_stage("check") if isinstance(one, Timed) and one.probe.layout.shares[position]]
+        return sorted(checks, key=lambda one: one.probe.turn)
 
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""

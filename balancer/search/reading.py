@@ -103,6 +103,7 @@ class SearchReading:
             return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
         fit = [layout for layout in self.still_run() if self.problem.global_batch in (None, layout.global_batch)]
         layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
+        layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
@@ -115,7 +116,7 @@ class SearchReading:
 
     def still_run(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one training and may run again; all that ran, if none may."""
-        ran = self._ran()
+        ran = {layout: turns for layout, turns in self._ran().items() if self.turns(layout)}
         return self.seen.still_fit(ran) or ran
 
     def _ran(self) -> dict[Layout, list[Timed]]:

@@ -91,7 +91,10 @@ class SplitStage:
         if not self._model.fitting_splits:
             return True
         best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
-        raced = max((seen.samples_per_second for seen in self._seen.timed_race()), default=0.0)
+        layouts = {seen.probe.layout for seen in self._seen.timed_race()}
+        raced = max(
+            (one.samples_per_second for layout in layouts for one in self._seen.turns(layout).values()), default=0.0
+        )
         gain = self._least_gain(wanted)
         return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + gain)
 

@@ -2,7 +2,7 @@
 
 Every finish time that any device can have for any whole batch is tried; at each, every device does as much as it can,
 in passes of any size, and for each set of hosts and each number of devices k on them the k that do most are taken. At a
-moment, lost devices are gone, memory that others hold is missing, and a step is as slow as its most throttled device.
+moment, lost devices are gone, memory that others hold is missing, and a throttled device's own part takes longer.
 """
 
 from __future__ import annotations
@@ -47,40 +47,43 @@ def free(machine: Machine, tolerance: float, quantum: int = 1, most: int | None 
 
     With a largest global batch, times that fall with larger shares make it an upper bound.
     """
-    found = [(_free(one, tolerance, quantum, most), speed) for one, speed in moments(machine, at)]
-    top, speed = max(found, key=lambda one: one[0].samples_per_second * one[1], default=(Best(0.0, 0), 1.0))
-    return Best(top.samples_per_second * speed, top.smallest_batch)
+    now, kept = moment(machine, at)
+    return _free(now, tolerance, quantum, most) if kept else Best(0.0, 0)
 
 
 def fixed(machine: Machine, batch: int, micro: bool = True, quantum: int = 1, at: float = -1.0) -> Best:
     """The best of one global batch."""
-    return Best(max((_fixed(one, batch, micro, quantum) * by for one, by in moments(machine, at)), default=0.0), batch)
+    now, kept = moment(machine, at)
+    return Best(_fixed(now, batch, micro, quantum) if kept else 0.0, batch)
 
 
 def true_rate(machine: Machine, shares: Sequence[int], micro: Sequence[int] = (), at: float = -1.0) -> float:
     """Samples/s of a layout at a moment; 0 if a device of it is lost or its memory is too small then."""
-    active = [i for i, share in enumerate(shares) if share]
-    for i in active:
-        room = machine.usable_memory_bytes(i) - machine.short_bytes(i, at)
-        if machine.lost(i, at) or machine.memory_bytes(i, (micro or shares)[i]) > room:
-            return 0.0
-    return machine.samples_per_second(shares, micro) * (1 - max(machine.slowed(i, at) for i in active))
+    now, kept = moment(machine, at)
+    rows = [(micro or shares)[i] for i in kept]
+    if sum(shares[i] for i in kept) < sum(shares):
+        return 0.0
+    if any(now.memory_bytes(i, most) > now.usable_memory_bytes(i) for i, most in enumerate(rows) if most):
+        return 0.0
+    return now.samples_per_second([shares[i] for i in kept], rows)
 
 
-def moments(machine: Machine, at: float) -> Iterator[tuple[Machine, float]]:
-    """The machine as it is then, without events: for each degree of throttling, the devices throttled no more."""
-    slowed = {i: machine.slowed(i, at) for i in range(len(machine.devices)) if not machine.lost(i, at)}
-    for most in sorted(set(slowed.values())):
-        kept = [i for i in slowed if slowed[i] <= most]
-        room = [(machine.usable_memory_bytes(i) - machine.short_bytes(i, at)) for i in kept]
-        yield (
-            Machine(
-                tuple(machine.devices[i] for i in kept),
-                machine.sync,
-                tuple(Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True)),
-            ),
-            1 - most,
-        )
+def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:
+    """The machine as it is then, without events, and where its devices, less those that are lost, stood before."""
+    kept = [i for i in range(len(machine.devices)) if not machine.lost(i, at)]
+    room = [machine.usable_memory_bytes(i) - machine.short_bytes(i, at) for i in kept]
+    limits = tuple(Limit(machine.limit(i).percent, max(1, left)) for i, left in zip(kept, room, strict=True))
+    return Machine(tuple(_slower(machine.devices[i], machine.slowed(i, at)) for i in kept), machine.sync, limits), kept
+
+
+def _slower(device: SimulatedDevice, slowed: float) -> SimulatedDevice:
+    by, again = 1 / (1 - slowed), device.pass_overhead_ms
+    return msgspec.structs.replace(
+        device,
+        curve=tuple((batch, by * ms) for batch, ms in device.curve),
+        stall_ms=by * device.stall_ms,
+        pass_overhead_ms=None if again is None else by * again,
+    )
 
 
 def step_times(device: SimulatedDevice, wall: int, most: int, micro: bool = True) -> Floats:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Protocol
 
 import msgspec
 
 from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.step_time import Point
+from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
 
@@ -19,6 +20,9 @@ class Store(Protocol):
 
     def explored(self, position: int) -> Sequence[Observation]:
         """What exploration saw of a device, in the order of its probes."""
+
+    def checks(self, position: int) -> Sequence[Timed]:
+        """Measurements of chosen layouts in which the device took part, in the order of their probes."""
 
     def final(self, seen: Failed) -> bool:
         """Whether another try is pointless."""
@@ -67,15 +71,16 @@ def read_device(store: Store, position: int) -> DeviceEvidence:
     in_passes = [one for one in solo if one.probe.layout.in_passes]
     at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
-    in_splits = tuple(read_points(splits, position, own_part=True))
+    slower = _slower_since(store, position, rounds, splits)
+    in_splits = tuple(read_points(splits, position, True, slower))
     return DeviceEvidence(
-        alone=tuple(read_points(rounds, position)),
-        at_rest=tuple(read_points(at_rest, position)),
+        alone=tuple(read_points(rounds, position, slower=slower)),
+        at_rest=tuple(read_points(at_rest, position, slower=slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_memory(store, position, solo, splits),
         rounds=sum(1 for one in rounds if not isinstance(one, Failed) or store.final(one)),
         lost=_lost(store, position, seen),
-        alone_in_passes=tuple(read_points(in_passes, position)),
+        alone_in_passes=tuple(read_points(in_passes, position, slower=slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
         undivided=any(_blames_passes(store, position, one) for one in seen),
     )
@@ -155,12 +160,29 @@ def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
     return ""
 
 
-def read_points(seen: Sequence[Observation], position: int, own_part: bool = False) -> Iterator[Point]:
+def _slower_since(store: Store, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]) -> float:
+    """How many times longer its steps take than they did, if it was held back in its last check; else 1."""
+    checks = store.checks(position)
+    if not checks or not checks[-1].held_back(position):
+        return 1.0
+    steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]
+    curve = fit_curve([*read_points(steady[0], position), *read_points(steady[1], position, own_part=True)])
+    if curve is None:
+        return 1.0
+    held = [one for one in checks if one.held_back(position) and one.probe.layout.passes(position) == 1]
+    shares = ((one.device_seconds[position], one.probe.layout.shares[position]) for one in held)
+    ratios = [seconds / curve.seconds(share) for seconds, share in shares if seconds and curve.seconds(share)]
+    return max(1.0, median(ratios)) if ratios else 1.0
+
+
+def read_points(
+    seen: Sequence[Observation], position: int, own_part: bool = False, slower: float = 1.0
+) -> Iterator[Point]:
     """Whole steps, or the device's own part of them, with standard errors.
 
     Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
     blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
-    held back says little of its curve, unless it always was.
+    held back says little of its curve, unless it always was, or is `slower` by so much since.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
@@ -168,14 +190,15 @@ def read_points(seen: Sequence[Observation], position: int, own_part: bool = Fal
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    found = steady if len(steady) >= ENOUGH_STEADY else found
+    found = steady if len(steady) >= ENOUGH_STEADY and slower == 1 else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
-        wide = max(error, noise / math.sqrt(count), HELD_BACK if steady and one.held_back(position) else 0.0)
-        yield Point(layout.shares[position], seconds, wide, layout.passes(position))
+        held = one.held_back(position)
+        wide = max(error, noise / math.sqrt(count), HELD_BACK if steady and held and slower == 1 else 0.0)
+        yield Point(layout.shares[position], seconds if held else slower * seconds, wide, layout.passes(position))
 
 
 def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]) -> tuple[DeviceEvidence, ...]:
