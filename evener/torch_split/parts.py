@@ -87,10 +87,8 @@ def weigh_by_count(
         part.weight = weight
 
 
-def in_turn(
-    parts: Sequence[Part], models: Sequence[Any], device: torch.device, check: Callable[[], None] = lambda: None
-) -> Iterator[Part]:
-    """Each part, on the device for its turn; the models exchange gradients in the last one only, before `check`."""
+def in_turn(parts: Sequence[Part], models: Sequence[Any], device: torch.device) -> Iterator[Part]:
+    """Each part, on the device for its turn; the models exchange gradients in the last one only."""
     for part in parts:
         batch = part.batch
         part.batch = each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -101,4 +99,3 @@ def in_turn(
             yield part
         part.batch = batch
         part.check_computed()
-    check()

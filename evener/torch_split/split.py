@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from evener.dealing import make_dealer
 from evener.errors import RequestError
@@ -29,11 +28,16 @@ from evener.plan import Plan
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
-from evener.torch_split.gradient_weights import keep_in_buckets, make_ddp
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
-from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, has_own_work
+from evener.torch_split.model_checks import (
+    check_exchange,
+    check_normalization,
+    check_sharded,
+    find_wrapper,
+    has_own_work,
+)
 from evener.torch_split.model_digest import check_model
 from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
@@ -44,6 +48,7 @@ from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.split_check import check_part_loss
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
+from evener.torch_split.wrapped import Exchanged, take_over, wrap_module
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
@@ -199,11 +204,11 @@ class Split:
         self._strategy = kind(self, max(map(count_passes, self.shares, self.micros)), *given, **options)
         return self._strategy
 
-    def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
-        """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
+    def wrap(self, model: Model, **options: Any) -> Model | Exchanged:
+        """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
 
-        A model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), gets the weights
-        and comes back itself; on a single device too. Gradients lie in buckets (`gradient_as_bucket_view`).
+        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
+        model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
         """
         module: Any = model
         check_model(module, self.plan, self.strict)
@@ -212,19 +217,24 @@ class Split:
         if self.world == 1:
             moved: Model = module.to(self.device)
             if self._weights.in_passes:
-                self._weights.follow(moved)
+                self._weights.follow(moved, self.device)
             return moved
         check_exchange(module)
         self._reporter.timer.has_own_work = has_own_work(module, self._rebalancing is not None)
         if check_sharded(module, self.weigh):
-            self._weights.follow(model)
+            self._weights.follow(model, self.device)
             return model
-        found = find_ddp(module)
-        if found is not None and self.weigh == "gradients":
-            keep_in_buckets(found)
-        ddp = make_ddp(module, self.device, options) if found is None else found
-        self._weights.attach(ddp)
-        return ddp if found is None else model
+        found = find_wrapper(module)
+        if isinstance(found, Exchanged):
+            made: Any = model
+        elif found is None:
+            made = wrap_module(module, self.device, dict(options))
+        else:
+            made = model
+            if getattr(found, "exchange", None) is None and not (self.weigh == "loss" and found._comm_hooks):
+                take_over(found)
+        self._weights.attach(made, self.device)
+        return cast("Model | Exchanged", made)
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
@@ -246,7 +256,7 @@ class Split:
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
             found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
-            yield from in_turn(parts, found, self.device, self._weights.exchange.check)
+            yield from in_turn(parts, found, self.device)
         finally:
             self._weights.close_parts()
 

@@ -20,7 +20,6 @@ from evener.cpu_topology import slice_cores
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan import Fingerprint, Plan, Share, make_layout
 from evener.torch_split import Split
-from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import Stand, choose_device, leave_group
 from tests.support.launched_plan import make_plan
