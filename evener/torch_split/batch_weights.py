@@ -14,8 +14,8 @@ from evener.passes import count_passes
 from evener.shares import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
-from evener.torch_split.gather import average
 from evener.torch_split.exchange import Exchange, exchanged_parameters
+from evener.torch_split.gather import average
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
 from evener.torch_split.wrapped import watch
@@ -42,6 +42,7 @@ class BatchWeights:
         self._waiting: TakenBatch | None = None  # of a forward pass whose gradients aren't summed yet
         self._refusal: RequestError | None = None  # of the next backward pass
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
         self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
         self.in_pass = False  # of that strategy's, where shares take several
@@ -158,6 +159,15 @@ class BatchWeights:
                 "Write model = split.wrap(model) before, or split.parts(batch, models=[model]).",
             )
         return models
+
+    def list_exchanges(self) -> list[Exchange]:
+        """Those of the wrapped models; where one device trains, made on first use."""
+        if len(self._shares) > 1:
+            return list(self._exchanges)
+        for model in self.models:
+            if model not in self._alone:
+                self._alone[model] = Exchange(model, alone=True)
+        return list(self._alone.values())
 
     def _has_equal_passes(self) -> bool:
         """Whether all ranks take as many passes for the batch whose parts are computed."""

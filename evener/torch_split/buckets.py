@@ -138,5 +138,3 @@ def _refuse(gradient: torch.Tensor) -> None:
     raise RequestError(
         "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.", "Leave sparse=True out."
     )
-
-

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
-from evener.torch_split.buckets import Bucket, make_buckets
+from evener.torch_split.buckets import make_buckets
 
 BUCKET_BYTES = 25 << 20
 
@@ -50,7 +51,8 @@ class Exchange:
         self.done: Callable[[], None] = _nothing
         self._bytes, self._alone = bucket_bytes, alone
         self._buffers = [each for name, each in module.named_buffers() if name not in ignored]
-        self._module = weakref.ref(module) if broadcast_buffers and self._buffers else None
+        self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(self._buffers)
+        self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = []  # in which the first backward pass gave gradients; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
         self._repeats = False  # a parameter's gradient came in parts
@@ -204,9 +206,8 @@ class Exchange:
         self.held.settle()
         if self._order is not None:
             self._learn_order(self._order)
-        module = None if self._module is None else self._module()
-        if module is not None:
-            self._spread([each.detach() for each in module.buffers()])
+        if self._spreads:
+            self._spread([each.detach() for each in self.buffers()])
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
@@ -236,6 +237,11 @@ class Exchange:
             self._armed = False
             self.held.merge(self._fired)
             self.held.close()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that a pass may change."""
+        module = self._module()
+        return [] if module is None else list(module.buffers())
 
     def fail(self) -> None:
         """The pass ended in an error: what was sent stays, and what can't stay is undone."""

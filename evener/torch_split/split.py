@@ -39,10 +39,11 @@ from evener.torch_split.model_checks import (
     has_own_work,
 )
 from evener.torch_split.model_digest import check_model
-from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
+from evener.torch_split.parts import Part, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
 from evener.torch_split.rebalancing import Rebalancing
+from evener.torch_split.retry import Passes
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.split_check import check_part_loss
@@ -101,6 +102,7 @@ class Split:
         self._dealer = make_dealer(found.batches, found.micros, found.shares)
         self._reporter = StepReporter(found, self.device, journal)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
+        self._passes = Passes(self.rank, self.device, self._reporter.note_retreat)
         self._rebalancing = Rebalancing(self._reporter, self._weights) if rebalance and self.world > 1 else None
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
@@ -216,8 +218,7 @@ class Split:
         check_normalization(module, self.weigh, self.world, *passes)
         if self.world == 1:
             moved: Model = module.to(self.device)
-            if self._weights.in_passes:
-                self._weights.follow(moved, self.device)
+            self._weights.follow(moved, self.device)
             return moved
         check_exchange(module)
         self._reporter.timer.has_own_work = has_own_work(module, self._rebalancing is not None)
@@ -240,13 +241,27 @@ class Split:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
         self._weights.begin(sizes)
 
+    def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
+        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `split.mean`.
+
+        `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
+        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
+        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
+        """
+        total: Any = 0.0
+        for part in self.parts(batch, count):
+            with part:
+                total = total + part.backward(compute(part))
+        return total
+
     def parts(
         self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
         """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
 
         The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
-        over rows is divided by, such as the tokens that aren't ignored. Every rank calls it for every batch.
+        over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
+        out of memory comes again in smaller ones. Every rank calls it for every batch.
         """
         taken = self._weights.open_parts(batch)
         sizes, rows = taken.sizes, taken.sizes[self.rank]
@@ -255,8 +270,9 @@ class Split:
             parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
-            found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
-            yield from in_turn(parts, found, self.device)
+            several = self._weights.in_passes or isinstance(batch, DealtBatch)
+            found = self._weights.list_models(models, several)
+            yield from self._passes.take(parts, found, self._weights.list_exchanges())
         finally:
             self._weights.close_parts()
 

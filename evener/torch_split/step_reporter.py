@@ -11,6 +11,7 @@ from evener.live_files import MOST_CHANGES, ShareChange
 from evener.plan_check import describe
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
+from evener.torch_split.retry import Retreat, say
 from evener.training_journal import TrainingJournal
 
 
@@ -24,8 +25,14 @@ class StepReporter:
         self.timer = make_timer(device, alone=shares.world == 1)
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
+        self.retreats = 0  # passes that ran out of memory
         self.on_step: Callable[[tuple[int, ...]], None] = lambda _: None
         self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None, self.timer.now)
+
+    def note_retreat(self, retreat: Retreat) -> None:
+        """A pass ran out of memory, and smaller ones follow."""
+        self.retreats += 1
+        say(retreat.describe(self.shares.share.name or self.shares.share.device))
 
     def finish(self) -> None:
         """The loop asks for its next batch."""

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.costs import Cost, RankCost, Work
 from evener.dealing import Dealer
 from evener.errors import RequestError
-from evener.torch_split.dealt_batch import DealtBatch
 from evener.shares import gradient_weight
+from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
