@@ -263,6 +263,11 @@ class Held:
         self._kept: list[Any] | None = None  # gradients from before the pass
         self.opened = self.late = self.apart = False
 
+    @property
+    def is_final(self) -> bool:
+        """Whether a pass failed whose rows are being computed again, but for gradients that are there."""
+        return self._final is not None
+
     def open(self, dependent: bool) -> None:
         """A pass is about to go backward."""
         self.opened, self.late = True, dependent or self._final is not None

@@ -10,7 +10,7 @@ import torch
 
 from evener.errors import RequestError
 from evener.passes import split_passes
-from evener.shares import bounds, gradient_weight
+from evener.shares import bounds, even, gradient_weight
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.nested_batch import cut_rows, each_tensor
 
@@ -68,10 +68,10 @@ class Part:
                 "Call part.backward(loss) in place of loss.backward(), in every pass.",
             )
 
-    def cut(self, most: int) -> list[Part]:
-        """Pieces of up to `most` rows."""
+    def cut(self, most: int, least: int = 1) -> list[Part]:
+        """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
         pieces = []
-        for start, stop in bounds(split_passes(self.rows, most)):
+        for start, stop in bounds(even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))):
             rows = stop - start
             piece = Part(
                 cut_rows(self.batch, start, stop, self.rows), rows, self.weight * rows / self.rows, self._scale

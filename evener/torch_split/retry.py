@@ -92,8 +92,9 @@ class Passes:
             self.most, self._clean = 2 * self.most, 0
         while queue:
             part = queue.popleft()
-            if self.most is not None and part.rows > self.most:
-                queue.extendleft(reversed(part.cut(self.most)))
+            pieces = [part] if self.most is None or part.rows <= self.most else part.cut(self.most, self._least())
+            if len(pieces) > 1:
+                queue.extendleft(reversed(pieces))
                 continue
             yield from self._turn(part, models if queue else ())
             if not part.error:
@@ -101,8 +102,10 @@ class Passes:
                 if part.origin is None or not queue or queue[0].origin is not part.origin:
                     self._settle()
                 continue
+            if not any(exchange.held.is_final for exchange in self._exchanges):
+                part.origin = part  # what is final from now on is so for its rows alone
             self._retreat(part, models)
-            part.computed, part.error, part.origin = False, "", part.origin or part
+            part.computed, part.error = False, ""
             queue.appendleft(part)
         self._exchanges = []
 
@@ -132,6 +135,10 @@ class Passes:
         for exchange in self._exchanges:
             exchange.close()
 
+    def _least(self) -> int:
+        """Rows that a pass must have; BatchNorm takes no statistics of one."""
+        return 1 + any(each.training for exchange in self._exchanges for each in exchange.normalizers)
+
     def _settle(self) -> None:
         self._failures = 0
         for exchange in self._exchanges:
@@ -154,18 +161,19 @@ class Passes:
         self._state = None
         free_memory(self._device)
         self._check_left(part, models)
-        self.most, self._clean = max(1, part.rows // 2), 0
+        self.most, self._clean = max(self._least(), part.rows // 2), 0
         self.total += 1
         seconds = time.monotonic() - began
         self._said(Retreat(self._step, part.rows, self.most, seconds, held_by_others(self._device)))
 
     def _check_left(self, part: Part, models: Sequence[Any]) -> None:
         """DeviceError where nothing smaller is left, or where ranks meet in each pass."""
-        self._failures += part.rows <= 1
+        self._failures += part.rows < 2 * self._least()
         held = describe_memory(self._device)
         if self._failures >= MOST_FAILURES:
             raise DeviceError(
-                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a single row: {held}.",
+                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {part.rows} row(s),"
+                f" which can't be smaller: {held}.",
                 "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
             )
         if any(map(meets_in_passes, models)):

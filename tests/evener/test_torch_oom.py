@@ -11,21 +11,22 @@ import torch
 
 from tests.support import torch_oom_programs as programs
 
-SHARES = (24, 12, 8)
+SHARES, SEEDS = (24, 12, 8), (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
     """What each of three ranks learned in each case."""
-    return trainer_ranks("tests.support.torch_oom_programs.train_all", SHARES, (0,), world=3)
+    return trainer_ranks("tests.support.torch_oom_programs.train_all", SHARES, SEEDS, world=3)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", programs.CASES)
-def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: list[Any], name: str) -> None:
-    ranks = [rank[name, 0] for rank in trained]
-    case = programs.CASES[name]
+def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: list[Any], name: str, seed: int) -> None:
+    ranks = [rank[name, seed] for rank in trained]
+    case = msgspec.structs.replace(programs.CASES[name], seed=seed)
     assert sum(rank["burst"] for rank in ranks) >= 5
     for rank, share in zip(ranks, SHARES, strict=True):
         assert [sum(sizes) for sizes in rank["kept"]] == [share] * case.steps, "each row once"

@@ -108,7 +108,7 @@ def place_bombs(case: Case, numbers: random.Random) -> list[tuple[str, int, int]
         return []
     count = numbers.choice((1, 1, 2))
     return [
-        (numbers.choice(("forward", "backward")), numbers.randrange(LAYERS), numbers.randrange(2 * case.passes))
+        (numbers.choice(("forward", "backward")), numbers.randrange(1, LAYERS), numbers.randrange(2 * case.passes))
         for _ in range(count)
     ]
 
