@@ -38,9 +38,7 @@ class Bucket:
         fresh: list[torch.Tensor] = []
         for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
+            if gradient is view or gradient is None:
                 continue
             if gradient.requires_grad or gradient.is_sparse:
                 _refuse(gradient)
@@ -133,7 +131,7 @@ def _refuse(gradient: torch.Tensor) -> None:
     if gradient.requires_grad:
         raise RequestError(
             "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
-            "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() at the end.",
+            "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
         )
     raise RequestError(
         "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.", "Leave sparse=True out."

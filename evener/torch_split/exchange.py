@@ -1,9 +1,9 @@
 """The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
 
-With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over ranks is another gradient
-as soon as the n_i differ. Gradients lie in flat buckets, in one order on all ranks, and a bucket is sent as soon as its
-gradients of all passes are there; what is left goes at the end of the backward pass. What was sent is final, so a rank
-that runs out of memory computes only the rest again.
+With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over ranks is another
+gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on all ranks, and a bucket is sent as
+soon as its gradients of all passes are there; what is left goes at the end of the backward pass. What was sent is
+final, so a rank that runs out of memory computes only the rest again.
 """
 
 from __future__ import annotations
@@ -160,8 +160,7 @@ class Exchange:
         self._repeats = True
         if self._order is None and self._early and self._sync:
             raise RequestError(
-                "A parameter got a second gradient in one backward pass, which it didn't in the first: its sum is on its"
-                " way already.",
+                "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its way.",
                 "Use torch.utils.checkpoint with use_reentrant=False.",
             )
 

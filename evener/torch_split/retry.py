@@ -172,8 +172,8 @@ class Passes:
         held = describe_memory(self._device)
         if self._failures >= MOST_FAILURES:
             raise DeviceError(
-                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {part.rows} row(s),"
-                f" which can't be smaller: {held}.",
+                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {part.rows} rows"
+                f" that can't be smaller: {held}.",
                 "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
             )
         if any(map(meets_in_passes, models)):
@@ -266,7 +266,8 @@ def held_by_others(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device) - 2**29)  # half a GiB for the context
+    own = int(torch.cuda.memory_reserved(device)) + 2**29  # half a GiB for the context
+    return max(0, int(total - free) - own)
 
 
 def describe_memory(device: torch.device) -> str:

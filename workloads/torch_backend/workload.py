@@ -1,7 +1,8 @@
 """A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's training.
 
-One device is a plain loop; several are a process each, which exchange gradients as `evener.torch_split` does, or one process over which a workload lays its own parts. Batches come from host memory each step
-unless the place says otherwise.
+One device is a plain loop; several are a process each, which exchange gradients as `evener.torch_split` does, or one
+process over which a workload lays its own parts. Batches come from host memory each step unless the place says
+otherwise.
 """
 
 from __future__ import annotations
