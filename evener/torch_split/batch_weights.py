@@ -18,7 +18,7 @@ from evener.torch_split.exchange import Exchange, exchanged_parameters
 from evener.torch_split.gather import average
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
-from evener.torch_split.wrapped import watch
+from evener.torch_split.wrapped import take_over, watch, wrap_module
 
 
 class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
@@ -64,11 +64,18 @@ class BatchWeights:
         """This rank's part of the same batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
 
-    def attach(self, model: Any, device: torch.device) -> None:
-        """Weigh the gradients of a model with an exchange; where losses are weighted, it takes their mean."""
+    def attach(self, model: Any, device: torch.device, options: dict[str, Any]) -> Any:
+        """The model with an exchange, which weighs its gradients; where losses are weighted, it takes their mean.
+
+        A model in DistributedDataParallel stays itself, and keeps its own where losses are weighted beside a hook.
+        """
+        found = model_checks.find_wrapper(model)
+        if found is None:
+            model = found = wrap_module(model, device, dict(options))
+        elif getattr(found, "exchange", None) is None and not (self._by_loss and found._comm_hooks):
+            take_over(found)
         model_checks.watch_frozen(model)
-        inner = getattr(model, "_orig_mod", model)
-        exchange = getattr(inner, "exchange", None)
+        exchange = getattr(found, "exchange", None)
         if self._by_loss:
             model_checks.check_first_gradient(model, self._check_scaled)
         if exchange is not None:
@@ -76,6 +83,7 @@ class BatchWeights:
             exchange.weigh(1.0 / len(self._shares) if self._by_loss else self.weight)
             self._exchanges.add(exchange)
         self.follow(model, device)
+        return model
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""

@@ -14,13 +14,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import msgspec
 import numpy
 import torch
 
-from evener.errors import DeviceError
+from evener.errors import DeviceError, RequestError
 from evener.torch_split.exchange import Exchange
 from evener.torch_split.model_checks import is_sharded
 from evener.torch_split.nested_batch import each_tensor
@@ -67,7 +68,7 @@ class Retreat(msgspec.Struct, frozen=True):
 class Passes:
     """Takes a rank's parts in turn, smaller ones while memory is short.
 
-    `said` is told of each retreat.
+    `said` is called at each retreat.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -78,6 +79,8 @@ class Passes:
         self._clean = 0  # batches since then
         self._failures = 0  # of single rows, in a row
         self._constant: set[int] = set()  # buffers that passes leave as they are
+        self.check: Callable[[Part, int], None] | None = None  # RequestError where parts of some rows don't add up
+        self.checked = False
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
         self._backward = 0  # calls in the pass
@@ -161,6 +164,7 @@ class Passes:
         self._state = None
         free_memory(self._device)
         self._check_left(part, models)
+        self._check_sum(part)
         self.most, self._clean = max(self._least(), part.rows // 2), 0
         self.total += 1
         seconds = time.monotonic() - began
@@ -182,6 +186,33 @@ class Passes:
                 " pass of FSDP or SyncBatchNorm.",
                 "Make a plan with smaller passes: evener balance --micro.",
             )
+
+    def _check_sum(self, part: Part) -> None:
+        """DeviceError unless smaller passes learn the same; looked at once."""
+        if self.check is None or self.checked or part.rows < 2:
+            return
+        for rows in (8, 4, 2):
+            try:
+                self.check(part, rows)
+            except RequestError as error:
+                raise DeviceError(
+                    f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and smaller passes would learn"
+                    f" something else. {error.message}",
+                    "Take a smaller global batch, or a loss that is a mean over rows, or over what count= counts.",
+                ) from None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                drop_frames(error)
+                free_memory(self._device)
+            else:
+                self.checked = True
+                return
+        raise DeviceError(
+            f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is no room to look whether"
+            " smaller passes learn the same.",
+            "Call split.check(loader, ...) before the first step.",
+        )
 
 
 class PassState:
@@ -282,3 +313,19 @@ def describe_memory(device: torch.device) -> str:
 def say(line: str) -> None:
     """A line for the terminal."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)
+
+
+@cache
+def explain_at_exit() -> None:
+    """Let an out-of-memory error that ends the program be followed by the line that would have gone on."""
+    shown = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        shown(kind, error, trace)
+        if is_out_of_memory(error):
+            say(
+                "evener: a pass that runs out of memory is computed again in smaller ones where the loop says"
+                " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
+            )
+
+    sys.excepthook = explain

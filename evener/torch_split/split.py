@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -35,7 +36,6 @@ from evener.torch_split.model_checks import (
     check_exchange,
     check_normalization,
     check_sharded,
-    find_wrapper,
     has_own_work,
 )
 from evener.torch_split.model_digest import check_model
@@ -43,13 +43,13 @@ from evener.torch_split.parts import Part, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
 from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.retry import Passes
+from evener.torch_split.retry import Passes, explain_at_exit
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.split_check import check_part_loss
+from evener.torch_split.split_check import check_part_loss, check_rows
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
-from evener.torch_split.wrapped import Exchanged, take_over, wrap_module
+from evener.torch_split.wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
@@ -104,6 +104,7 @@ class Split:
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
         self._passes = Passes(self.rank, self.device, self._reporter.note_retreat)
         self._rebalancing = Rebalancing(self._reporter, self._weights) if rebalance and self.world > 1 else None
+        explain_at_exit()
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
@@ -225,17 +226,7 @@ class Split:
         if check_sharded(module, self.weigh):
             self._weights.follow(model, self.device)
             return model
-        found = find_wrapper(module)
-        if isinstance(found, Exchanged):
-            made: Any = model
-        elif found is None:
-            made = wrap_module(module, self.device, dict(options))
-        else:
-            made = model
-            if getattr(found, "exchange", None) is None and not (self.weigh == "loss" and found._comm_hooks):
-                take_over(found)
-        self._weights.attach(made, self.device)
-        return cast("Model | Exchanged", made)
+        return cast("Model | Exchanged", self._weights.attach(model, self.device, options))
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
@@ -248,10 +239,12 @@ class Split:
         `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
         A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
         """
+        self._passes.check = partial(check_rows, compute, self._weights, self.device)
         total: Any = 0.0
         for part in self.parts(batch, count):
             with part:
                 total = total + part.backward(compute(part))
+        self._passes.check = None
         return total
 
     def parts(
@@ -287,7 +280,9 @@ class Split:
         if self.world == 1 and not self._weights.in_passes:
             return None
         with self._weights.checking():
-            return check_part_loss(loss, loader, count, self._weights.models, self.device)
+            found = check_part_loss(loss, loader, count, self._weights.models, self.device)
+        self._passes.checked = found is not None
+        return found
 
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evener.live import Details, Reporter
-from evener.live_files import MOST_CHANGES, ShareChange
+from evener.live_files import MOST_CHANGES, ShareChange, clean
 from evener.plan_check import describe
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
@@ -25,14 +25,15 @@ class StepReporter:
         self.timer = make_timer(device, alone=shares.world == 1)
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
-        self.retreats = 0  # passes that ran out of memory
+        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
         self.on_step: Callable[[tuple[int, ...]], None] = lambda _: None
         self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None, self.timer.now)
 
     def note_retreat(self, retreat: Retreat) -> None:
         """A pass ran out of memory, and smaller ones follow."""
         self.retreats += 1
-        say(retreat.describe(self.shares.share.name or self.shares.share.device))
+        self.retreat = retreat.describe(self.shares.share.name or self.shares.share.device)
+        say(self.retreat)
 
     def finish(self) -> None:
         """The loop asks for its next batch."""
@@ -61,6 +62,8 @@ class StepReporter:
             (times.work,),
             tuple(self.changes),
             times.between_s,
+            self.retreats,
+            clean(self.retreat),
         )
 
 
