@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
 from evener.torch_split.buckets import make_buckets
+from evener.torch_split.held import Held
 
 BUCKET_BYTES = 25 << 20
 
