@@ -1,4 +1,4 @@
-"""Apply a plan in PyTorch DistributedDataParallel: each process computes its share, and what is learned stays the same.
+"""Apply a plan in PyTorch: each process computes its share of a batch, and what is learned stays the same.
 
     split = Split("plan.toml")
     loader = split.loader(dataset, seed=0)

@@ -9,9 +9,10 @@ from typing import Any
 from evener.live import Details, Reporter
 from evener.live_files import MOST_CHANGES, ShareChange, clean
 from evener.plan_check import describe
+from evener.torch_split.memory import say
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
-from evener.torch_split.retry import Retreat, say
+from evener.torch_split.retry import Retreat
 from evener.training_journal import TrainingJournal
 
 

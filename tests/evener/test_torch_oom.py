@@ -12,6 +12,8 @@ import torch
 
 from evener.errors import DeviceError
 from evener.torch_split import Split, retry
+from evener.torch_split.memory import is_out_of_memory
+from evener.torch_split.optimizer_check import check_room
 from tests.support import torch_oom_programs as programs
 
 SHARES, SEEDS = (24, 12, 8), (0, 1, 2)
@@ -153,4 +155,27 @@ def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
     ],
 )
 def test_what_means_that_memory_ran_out(error: Exception, expected: bool) -> None:
-    assert retry.is_out_of_memory(error) is expected
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """What is cached may be in the way once; else not a single weight is moved."""
+    failures = iter([True] * times)
+    empty = torch.empty_like
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty(like)
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights, 0.1)
+    if times == 1:
+        check_room(optimizer, weights)
+    else:
+        with pytest.raises(DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"):
+            check_room(optimizer, weights)
