@@ -56,7 +56,7 @@ class OptimizerCheck:
         trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
         if trained:
             trainer.check_trained(trained)
-            check_room(optimizer, trained)
+            check_memory(optimizer, trained)
             self._counts[optimizer] = count
             self._watch_schedules()
 
@@ -105,7 +105,7 @@ def check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
 _STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}  # as large as a parameter
 
 
-def check_room(optimizer: Any, trained: list[Any]) -> None:
+def check_memory(optimizer: Any, trained: list[Any]) -> None:
     """DeviceError if memory has no room for the optimizer's state: its first step would end with some weights moved."""
     if optimizer.state:
         return

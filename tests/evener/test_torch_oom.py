@@ -13,7 +13,7 @@ import torch
 from evener.errors import DeviceError
 from evener.torch_split import Split, retry
 from evener.torch_split.memory import is_out_of_memory
-from evener.torch_split.optimizer_check import check_room
+from evener.torch_split.optimizer_check import check_memory
 from tests.support import torch_oom_programs as programs
 
 SHARES, SEEDS = (24, 12, 8), (0, 1, 2)
@@ -175,7 +175,7 @@ def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
     weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
     optimizer = torch.optim.AdamW(weights, 0.1)
     if times == 1:
-        check_room(optimizer, weights)
+        check_memory(optimizer, weights)
     else:
         with pytest.raises(DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"):
-            check_room(optimizer, weights)
+            check_memory(optimizer, weights)
