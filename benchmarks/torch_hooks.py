@@ -67,7 +67,7 @@ def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Calla
         timer.begin(SHARES)
         weights.take(origin, SHARES, batch)
         weights.forward(model, ((batch[0],), {}))
-        weights._weights.waiting = None  # as the communication hook does
+        weights._waiting = None  # as the exchange does
         timer.note_gradients()
         OPTIMIZER_CHECK._before_step(optimizer, (optimizer,), {})
         timer.note_update()

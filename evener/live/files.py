@@ -88,6 +88,8 @@ class LiveRecord(msgspec.Struct, frozen=True):
     due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
     batch: Count = 0  # the last one begun when no step had ended in time
     doing: Doing = ""  # of it, then; empty while steps end, and of a process that is stopped
+    retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
+    retreat: Text = ""  # the last one, in a sentence
 
     def late_seconds(self, at_seconds: float) -> float:
         """Seconds for which the next record has been due."""

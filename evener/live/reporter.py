@@ -67,6 +67,8 @@ class Details(NamedTuple):
     times: Sequence[DeviceTimes] = ()  # of each device that is reported
     changes: tuple[ShareChange, ...] = ()  # the last ones are kept
     between_s: float = 0.0
+    retreats: int = 0
+    retreat: str = ""
 
 
 class _Point(NamedTuple):

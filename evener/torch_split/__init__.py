@@ -4,7 +4,7 @@ from evener.torch_split import Split
 
 split = Split("plan.toml")
 loader = split.loader(dataset, seed=0)
-model = split.wrap(model)                # DistributedDataParallel; the loop and its loss stay as they were
+model = split.wrap(model)                # gradients are weighted and summed; the loop stays as it was
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from evener.shares.passes import count_passes
 from evener.shares.whole_rows import gradient_weight
 from evener.torch_split import model_checks
 from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
+from evener.torch_split.exchange import Exchange, exchanged_parameters
 from evener.torch_split.gather import average
-from evener.torch_split.gradient_weights import GradientWeights, exchanged_parameters
 from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
 from evener.torch_split.own_work import StepTimer
-from evener.torch_split.pass_exchange import PassExchange
+from evener.torch_split.wrapped import take_over, watch, wrap_module
 
 
 class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
@@ -39,9 +39,10 @@ class BatchWeights:
         self._micros = tuple(micros) or tuple(shares)
         self._checking = False
         self._open: TakenBatch | None = None  # the batch whose parts are computed
-        self._hook_sizes: tuple[int, ...] = ()  # by which hooks weigh the gradients of its parts
-        self._loss_factor = 1.0  # of their losses
-        self.exchange = PassExchange()
+        self._waiting: TakenBatch | None = None  # of a forward pass whose gradients aren't summed yet
+        self._refusal: RequestError | None = None  # of the next backward pass
+        self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
         self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
         self.in_pass = False  # of that strategy's, where shares take several
@@ -49,7 +50,6 @@ class BatchWeights:
         self._rank = rank
         self._by_loss = by_loss
         self.timer = timer
-        self._weights = GradientWeights(shares, rank, ready=timer.end_own_work)
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
         self._reference = weakref.ref(self)
 
@@ -64,46 +64,65 @@ class BatchWeights:
         """This rank's part of the same batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
 
-    def attach(self, model: Any) -> None:
-        """Weigh the gradients of a model in DistributedDataParallel."""
+    def attach(self, model: Any, device: torch.device, options: dict[str, Any]) -> Any:
+        """The model with an exchange, which weighs its gradients; where losses are weighted, it takes their mean.
+
+        A model in DistributedDataParallel stays itself, and keeps its own where losses are weighted beside a hook.
+        """
+        found = model_checks.find_wrapper(model)
+        if found is None:
+            model = found = wrap_module(model, device, dict(options))
+        elif getattr(found, "exchange", None) is None and not (self._by_loss and found._comm_hooks):
+            take_over(found)
         model_checks.watch_frozen(model)
+        exchange = getattr(found, "exchange", None)
         if self._by_loss:
             model_checks.check_first_gradient(model, self._check_scaled)
-        else:
-            self._weights.attach(model)
-        self.follow(model)
+        if exchange is not None:
+            exchange.begun, exchange.ready, exchange.done = self._begin_backward, self._note_ready, self._note_sum
+            exchange.weigh(1.0 / len(self._shares) if self._by_loss else self.weight)
+            self._exchanges.add(exchange)
+        self.follow(model, device)
+        return model
 
-    def follow(self, model: Any) -> None:
+    def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""
         self.models.add(model)
-        hook = _forward_hooks.get(model)
-        if hook is None:
-            hook = _forward_hooks[model] = _ForwardHook()
-            model.register_forward_pre_hook(hook, with_kwargs=True)
-        hook.weights = self
+        watch(model, device, self.forward)
+
+    def _begin_backward(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _note_ready(self) -> None:
+        if self.timer.has_own_work:
+            self.timer.note_gradients()
+
+    def _note_sum(self) -> None:
+        self._waiting = None
+        if self.timer.has_own_work:
+            self.timer.note_backward()
+
+    def _weigh(self, sizes: Sequence[int]) -> None:
+        """Gradients come from a batch in which each rank has these rows; a rank may have none."""
+        if not self._by_loss:
+            for exchange in self._exchanges:
+                exchange.weigh(gradient_weight(sizes, self._rank))
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """A loader hands out a batch."""
         if len(sizes) > 1 and not self.weighed_by_trainer:
             OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
-        if self._weights.waiting is None and not origin.dealt:
-            self._weights.begin(sizes)
 
     def begin(self, sizes: Sequence[int]) -> None:
         """What follows is a batch of which the ranks have these rows."""
         self.batches.begin(sizes)
-        self._weights.waiting = None
-        self._weights.begin(sizes)
+        self._waiting = None
 
     def end(self, origin: Epoch) -> None:
-        """An epoch is over: if it ran inside another one's step, as a validation does, that step goes on."""
+        """An epoch is over."""
         self.batches.end(origin)
-        waiting = self._weights.waiting
-        if waiting is None and self.batches.current is not None:
-            self._weights.begin(self.batches.current.sizes)
-        elif waiting is None:
-            self._weights.end()
 
     def change(self, shares: tuple[int, ...], micros: tuple[int, ...]) -> None:
         """Full batches will have these shares, in passes of up to `micros` rows."""
@@ -123,26 +142,17 @@ class BatchWeights:
                 "Compute all of the batch in training_step.",
             )
         self._open = self._identify(batch, True)
-        by_loss = self._open.origin.dealt and self._open.sizes[self._rank] > 0
-        full = gradient_weight(self._shares, self._rank)
-        self._loss_factor = gradient_weight(self._open.sizes, self._rank) / full if by_loss else 1.0
-        self._hook_sizes = self._shares if by_loss else self._open.sizes
         return self._open
 
     def scale_part(self, loss: Any) -> Any:
-        """A pass's part of the loss, as `scale` has it where a hook doesn't weigh the gradients.
-
-        Where each batch weighs differently, the loss is weighted too: hooks on all parameters would be made anew for
-        each batch. They are still where a rank has no row, as its loss may be NaN.
-        """
-        return self.scale(loss) if self._by_loss else loss * self._loss_factor
+        """A pass's part of the loss, as `scale` has it where gradients aren't weighted."""
+        return self.scale(loss) if self._by_loss else loss
 
     def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
         """The models that exchange gradients: those given, else all that are wrapped."""
         models = list(self.models if given is None else given)
         if len(self._shares) == 1 or not in_passes:
             return models
-        self.exchange.begin(models)
         if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
@@ -156,12 +166,16 @@ class BatchWeights:
                 "split.parts knows of no wrapped model, so each pass would exchange gradients.",
                 "Write model = split.wrap(model) before, or split.parts(batch, models=[model]).",
             )
-        if any(getattr(model, "static_graph", False) for model in models):
-            raise RequestError(
-                "A model with static_graph=True can't take several passes: PyTorch fails where one exchanges nothing.",
-                "Leave static_graph out of split.wrap.",
-            )
         return models
+
+    def list_exchanges(self) -> list[Exchange]:
+        """Those of the wrapped models; where one device trains, made on first use."""
+        if len(self._shares) > 1:
+            return list(self._exchanges)
+        for model in self.models:
+            if model not in self._alone:
+                self._alone[model] = Exchange(model, alone=True)
+        return list(self._alone.values())
 
     def _has_equal_passes(self) -> bool:
         """Whether all ranks take as many passes for the batch whose parts are computed."""
@@ -173,7 +187,6 @@ class BatchWeights:
     def close_parts(self) -> None:
         """All passes of a batch are computed."""
         self._open = None
-        self.exchange.end()
 
     def refuse_in_parts(self, name: str) -> None:
         """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
@@ -213,22 +226,18 @@ class BatchWeights:
         if len(self._shares) == 1:
             return
         model_checks.check_not_inside_ddp()
-        self._weights.refusal = None
+        self._refusal = None
         try:
             batch = self._open or self._identify(inputs, model.training)
         except RequestError as error:
             if model.training:
                 raise
             # a model that only predicts has no backward pass to be refused; a traceback would keep the model alive
-            self._weights.refusal = error.with_traceback(None)
+            self._refusal = error.with_traceback(None)
             return
         if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
-            self._weights.waiting = batch
-        self._weights.begin(batch.sizes if self._open is None else self._hook_sizes)
-        if not getattr(model, "require_backward_grad_sync", True):
-            self._weights.accumulate(model)
-        if len(self.models) > 1:
-            self.exchange.forward(model)
+            self._waiting = batch
+        self._weigh(batch.sizes)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)
@@ -237,7 +246,7 @@ class BatchWeights:
                 "The model computes gradients, but no batch of split.loader is in hand to weigh them by.",
                 "Take batches from split.loader(...), or say split.begin(rows of each rank) before.",
             )
-        waiting = self._weights.waiting
+        waiting = self._waiting
         if waiting is not None and waiting is not batch and not waiting.mixes_with(batch):
             raise RequestError(
                 "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
@@ -251,11 +260,12 @@ class BatchWeights:
         batch = self.batches.current
         if batch is not None and not batch.used:
             self.batches.find((), training=True)  # refuses if several are in hand
-        self._weights.waiting = None
+        self._waiting = None
         scaled = loss * (len(self._shares) * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
-            self.timer.end_pass(scaled)
+            if not self._exchanges:  # as beside a communication hook of the user's
+                self.timer.end_pass(scaled)
         return scaled
 
     def average(self, loss: Any, device: Any) -> Any:
@@ -296,20 +306,3 @@ def _scale_forgotten() -> RequestError:
         "With weigh='loss' a loss was not scaled, so its gradients would be the plain mean over ranks.",
         "Write split.scale(loss).backward().",
     )
-
-
-class _ForwardHook:
-    """Looks at a wrapped model's forward passes; a copy of the model has a hook that doesn't."""
-
-    weights: BatchWeights | None = None
-    _torchdynamo_disable = True  # torch.compile leaves it as it is
-
-    def __call__(self, model: Any, arguments: Any, keywords: Any) -> None:
-        if self.weights is not None:
-            self.weights.forward(model, (arguments, keywords))
-
-    def __reduce__(self) -> Any:
-        return (_ForwardHook, ())
-
-
-_forward_hooks: weakref.WeakKeyDictionary[Any, _ForwardHook] = weakref.WeakKeyDictionary()

@@ -12,19 +12,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from evener.errors import RequestError
+from evener.torch_split.wrapped import Exchanged
 
 _ENGINES = {"DeepSpeedEngine": "DeepSpeed", "MegatronEngine": "Megatron-LM", "FullyShardedDataParallel": "FSDP1"}
 _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
 
 
-def find_ddp(model: Any) -> Any:
-    """The DistributedDataParallel that `model` is, compiled or not, or None; RequestError if one lies deeper in it."""
+def find_wrapper(model: Any) -> Any:
+    """The DistributedDataParallel or Exchanged that `model` is, compiled or not, or None.
+
+    RequestError if one lies deeper in it.
+    """
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(inner, DistributedDataParallel):
+    if isinstance(inner, DistributedDataParallel | Exchanged):
         return inner
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if any(isinstance(module, DistributedDataParallel | Exchanged) for module in model.modules()):
         raise RequestError(
-            "A part of the model is in DistributedDataParallel already, and gradients would be exchanged twice.",
+            "A part of the model is in DistributedDataParallel or split.wrap already, and gradients would be exchanged"
+            " twice.",
             "Call split.wrap on the whole model before anything else wraps it, or on that part alone.",
         )
     return None

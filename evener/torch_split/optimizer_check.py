@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from evener.errors import RequestError
+from evener.errors import DeviceError, RequestError
+from evener.torch_split.memory import describe_memory, drop_frames, free_memory, is_out_of_memory
 
 
 class OptimizerCheck:
@@ -54,6 +56,7 @@ class OptimizerCheck:
         trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
         if trained:
             trainer.check_trained(trained)
+            check_memory(optimizer, trained)
             self._counts[optimizer] = count
             self._watch_schedules()
 
@@ -97,3 +100,34 @@ def check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
             "The gradients were never exchanged with the other ranks.",
             "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
         )
+
+
+_STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}  # as large as a parameter
+
+
+def check_memory(optimizer: Any, trained: list[Any]) -> None:
+    """DeviceError if memory has no room for the optimizer's state: its first step would end with some weights moved."""
+    if optimizer.state:
+        return
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    tensors = _STATE_TENSORS.get(type(optimizer).__name__, 0) or int(momentum)
+    device = trained[0].device
+    for last in (False, True):
+        room: list[torch.Tensor] = []
+        try:
+            room += (torch.empty_like(each) for each in trained for _ in range(tensors))
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+        finally:
+            del room
+        free_memory(device)
+        if last:
+            size = tensors * sum(each.numel() * each.element_size() for each in trained) / 2**30
+            raise DeviceError(
+                f"There is no room for the {size:.1f} GiB of {type(optimizer).__name__}'s state, which its first step"
+                f" makes: {describe_memory(device)}. No weight was changed.",
+                "Take smaller passes (evener balance --micro), or an optimizer with less state.",
+            )

@@ -1,6 +1,6 @@
 """How long this rank's steps take, and what of each is its own work, waiting for other ranks, and waiting for data.
 
-DistributedDataParallel makes every rank's backward pass equally long. What tells ranks apart is the time until the last
+The sum of gradients makes every rank's backward pass equally long. What tells ranks apart is the time until the last
 gradient is ready, as the exchange of all gradients can't end before it is ready on every rank.
 """
 

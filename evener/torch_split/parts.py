@@ -10,7 +10,7 @@ import torch
 
 from evener.errors import RequestError
 from evener.shares.passes import split_passes
-from evener.shares.whole_rows import bounds, gradient_weight
+from evener.shares.whole_rows import bounds, even, gradient_weight
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.nested_batch import cut_rows, each_tensor
 
@@ -18,7 +18,8 @@ from evener.torch_split.nested_batch import cut_rows, each_tensor
 class Part:
     """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
 
-    `weight` is what its loss counts in this rank's mean.
+    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of the block for a reason
+    to come again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
@@ -26,7 +27,20 @@ class Part:
         self.rows = rows
         self.weight = weight
         self.computed = False  # backward was called
+        self.count: Callable[[Part], Any] | None = None  # of what the loss is a mean over, where that isn't rows
+        self.origin: Part | None = None  # that failed, of which it is a piece
+        self.passes: Any = None  # that it is taken by
+        self.error = ""  # that the block ended with
         self._scale = scale
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or self.passes is None:
+            return False
+        self.error = self.passes.catch(error)
+        return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
         """The backward pass of the mean loss over these rows (or over what `count` counted), weighted among the passes.
@@ -35,11 +49,15 @@ class Part:
         GradScaler, give what `scaler.scale(loss)` returns. Several losses of one pass may be given in turn.
         """
         self.computed = True
-        if not isinstance(self.weight, torch.Tensor):
-            self._scale(loss * self.weight).backward()
-            return loss.detach() * self.weight
-        weight = self.weight.to(loss.dtype)
+        if self.passes is not None:
+            self.passes.open()
+        plain = not isinstance(self.weight, torch.Tensor)
+        weight = self.weight if plain else self.weight.to(loss.dtype)
         self._scale(loss * weight).backward()
+        if self.passes is not None:
+            self.passes.close()
+        if plain:
+            return loss.detach() * weight
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
 
     def check_computed(self) -> None:
@@ -49,6 +67,23 @@ class Part:
                 "A pass ended without part.backward(loss), so its rows would be missing from the gradient.",
                 "Call part.backward(loss) in place of loss.backward(), in every pass.",
             )
+
+    def cut(self, most: int, least: int = 1) -> list[Part]:
+        """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
+        pieces = []
+        for start, stop in bounds(even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))):
+            rows = stop - start
+            piece = Part(
+                cut_rows(self.batch, start, stop, self.rows), rows, self.weight * rows / self.rows, self._scale
+            )
+            piece.count, piece.origin = self.count, self.origin
+            pieces.append(piece)
+        if self.count is not None:
+            counted = torch.stack([_count(self.count, piece) for piece in pieces])
+            parts = counted / counted.sum().clamp(min=1e-300)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.weight = self.weight * part.to(self.weight.device)
+        return pieces
 
 
 def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -> list[Part]:
@@ -79,18 +114,20 @@ def weigh_by_count(
 
     `add_up` sums over the ranks.
     """
-    counted = [torch.as_tensor(count(part)).detach().to(torch.float64) for part in parts]
-    own = torch.stack(counted) * min(1, sizes[rank])
+    own = torch.stack([_count(count, part) for part in parts]) * min(1, sizes[rank])
     total = add_up(own.sum())
     weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
     for part, weight in zip(parts, weights, strict=True):
-        part.weight = weight
+        part.weight, part.count = weight, count
 
 
-def in_turn(
-    parts: Sequence[Part], models: Sequence[Any], device: torch.device, check: Callable[[], None] = lambda: None
-) -> Iterator[Part]:
-    """Each part, on the device for its turn; the models exchange gradients in the last one only, before `check`."""
+def _count(count: Callable[[Part], Any], part: Part) -> torch.Tensor:
+    counted: torch.Tensor = torch.as_tensor(count(part)).detach().to(torch.float64)
+    return counted
+
+
+def in_turn(parts: Sequence[Part], models: Sequence[Any], device: torch.device) -> Iterator[Part]:
+    """Each part, on the device for its turn; the models exchange gradients in the last one only."""
     for part in parts:
         batch = part.batch
         part.batch = each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -101,4 +138,3 @@ def in_turn(
             yield part
         part.batch = batch
         part.check_computed()
-    check()

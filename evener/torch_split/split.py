@@ -1,4 +1,4 @@
-"""Apply a plan in PyTorch DistributedDataParallel: each process computes its share, and what is learned stays the same.
+"""Apply a plan in PyTorch: each process computes its share of a batch, and what is learned stays the same.
 
     split = Split("plan.toml")
     loader = split.loader(dataset, seed=0)
@@ -15,11 +15,11 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.plan.file import Plan
@@ -27,21 +27,27 @@ from evener.shares.passes import count_passes, largest_pass, smallest_pass
 from evener.torch_split.batch_weights import BatchWeights
 from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.gather import add_up, gather_rows
-from evener.torch_split.gradient_weights import keep_in_buckets, make_ddp
 from evener.torch_split.length_sampler import check_dealt, make_sampler
 from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
 from evener.torch_split.loader_states import LoaderStates
-from evener.torch_split.model_checks import check_exchange, check_normalization, check_sharded, find_ddp, has_own_work
+from evener.torch_split.model_checks import (
+    check_exchange,
+    check_normalization,
+    check_sharded,
+    has_own_work,
+)
 from evener.torch_split.model_digest import check_model
-from evener.torch_split.parts import Part, in_turn, make_parts, weigh_by_count
+from evener.torch_split.parts import Part, make_parts, weigh_by_count
 from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
 from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
 from evener.torch_split.rebalancing import Rebalancing
+from evener.torch_split.retry import Passes, explain_at_exit
 from evener.torch_split.row_order import Order, RowOrder
 from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.split_check import check_part_loss
+from evener.torch_split.split_check import check_part_loss, check_rows
 from evener.torch_split.step_reporter import StepReporter
 from evener.torch_split.steps import Steps
+from evener.torch_split.wrapped import Exchanged
 from evener.training.dealing import make_dealer
 from evener.training.loss_check import LossMeaning
 
@@ -96,7 +102,9 @@ class Split:
         self._dealer = make_dealer(found.batches, found.micros, found.shares)
         self._reporter = StepReporter(found, self.device, journal)
         self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
+        self._passes = Passes(self.rank, self.device, self._reporter.note_retreat)
         self._rebalancing = Rebalancing(self._reporter, self._weights) if rebalance and self.world > 1 else None
+        explain_at_exit()
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
         weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
@@ -199,11 +207,11 @@ class Split:
         self._strategy = kind(self, max(map(count_passes, self.shares, self.micros)), *given, **options)
         return self._strategy
 
-    def wrap(self, model: Model, **options: Any) -> Model | DistributedDataParallel:
-        """The model on this process's device, in DistributedDataParallel (`options` are its own), gradients weighted.
+    def wrap(self, model: Model, **options: Any) -> Model | Exchanged:
+        """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
 
-        A model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), gets the weights
-        and comes back itself; on a single device too. Gradients lie in buckets (`gradient_as_bucket_view`).
+        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
+        model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
         """
         module: Any = model
         check_model(module, self.plan, self.strict)
@@ -211,24 +219,33 @@ class Split:
         check_normalization(module, self.weigh, self.world, *passes)
         if self.world == 1:
             moved: Model = module.to(self.device)
-            if self._weights.in_passes:
-                self._weights.follow(moved)
+            self._weights.follow(moved, self.device)
             return moved
         check_exchange(module)
         self._reporter.timer.has_own_work = has_own_work(module, self._rebalancing is not None)
         if check_sharded(module, self.weigh):
-            self._weights.follow(model)
+            self._weights.follow(model, self.device)
             return model
-        found = find_ddp(module)
-        if found is not None and self.weigh == "gradients":
-            keep_in_buckets(found)
-        ddp = make_ddp(module, self.device, options) if found is None else found
-        self._weights.attach(ddp)
-        return ddp if found is None else model
+        return cast("Model | Exchanged", self._weights.attach(model, self.device, options))
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
         self._weights.begin(sizes)
+
+    def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
+        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `split.mean`.
+
+        `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
+        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
+        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
+        """
+        self._passes.check = partial(check_rows, compute, self._weights, self.device)
+        total: Any = 0.0
+        for part in self.parts(batch, count):
+            with part:
+                total = total + part.backward(compute(part))
+        self._passes.check = None
+        return total
 
     def parts(
         self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
@@ -236,7 +253,8 @@ class Split:
         """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
 
         The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
-        over rows is divided by, such as the tokens that aren't ignored. Every rank calls it for every batch.
+        over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
+        out of memory comes again in smaller ones. Every rank calls it for every batch.
         """
         taken = self._weights.open_parts(batch)
         sizes, rows = taken.sizes, taken.sizes[self.rank]
@@ -245,8 +263,9 @@ class Split:
             parts = make_parts(batch, rows, most, self._weights.scale_part)
             if count is not None:
                 weigh_by_count(parts, count, sizes, self.rank, self._add_up)
-            found = self._weights.list_models(models, self._weights.in_passes or isinstance(batch, DealtBatch))
-            yield from in_turn(parts, found, self.device, self._weights.exchange.check)
+            several = self._weights.in_passes or isinstance(batch, DealtBatch)
+            found = self._weights.list_models(models, several)
+            yield from self._passes.take(parts, found, self._weights.list_exchanges())
         finally:
             self._weights.close_parts()
 
@@ -261,7 +280,9 @@ class Split:
         if self.world == 1 and not self._weights.in_passes:
             return None
         with self._weights.checking():
-            return check_part_loss(loss, loader, count, self._weights.models, self.device)
+            found = check_part_loss(loss, loader, count, self._weights.models, self.device)
+        self._passes.checked = found is not None
+        return found
 
     def scale(self, loss: Any) -> Any:
         """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""

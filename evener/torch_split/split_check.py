@@ -10,10 +10,10 @@ import torch
 
 from evener.errors import RequestError
 from evener.torch_split.batch_tracker import tensors_in
-from evener.torch_split.batch_weights import WholeBatchLoss
-from evener.torch_split.check_loss import LossCheck, find_together, make_check_batch
+from evener.torch_split.batch_weights import BatchWeights, WholeBatchLoss
+from evener.torch_split.check_loss import CheckBatch, LossCheck, find_together, make_check_batch
 from evener.torch_split.loss_measure import LossMeasure
-from evener.torch_split.nested_batch import each_tensor
+from evener.torch_split.nested_batch import cut_rows, each_tensor
 from evener.torch_split.parts import Part
 from evener.training.loss_check import LossMeaning
 
@@ -59,3 +59,24 @@ def check_part_loss(
                 stack.enter_context(model.no_sync())
         return find_together(find)
     return None
+
+
+def check_rows(loss: Callable[[Part], Any], weights: BatchWeights, device: torch.device, part: Part, most: int) -> None:
+    """RequestError on this rank unless the loss of up to `most` rows of `part` is that of parts of them together."""
+    rows = min(most, part.rows)
+    first = max(1, rows * 3 // 8)
+    whole = each_tensor(lambda tensor: tensor.to(device), cut_rows(part.batch, 0, rows, part.rows))
+    parts = cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
+    wanted = "rows" if part.count is None else "what count= counts"
+
+    def to_part(batch: Any) -> Part:
+        own = next((len(each) for each in tensors_in(batch) if each.ndim), 1)
+        return Part(batch, own, 1.0, lambda scaled: scaled)
+
+    def counted(batch: Any) -> Mapping[str, float]:
+        return {} if part.count is None else {wanted: float(part.count(to_part(batch)))}
+
+    batch = CheckBatch(whole, parts, (first, rows - first))
+    with weights.checking():
+        check = LossCheck(LossMeasure(torch.nn.ModuleList(weights.models)), batch, counted)
+        check.find_meaning(lambda each: loss(to_part(each)), {wanted})

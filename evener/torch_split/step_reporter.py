@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from evener.live.files import MOST_CHANGES, ShareChange
+from evener.live.files import MOST_CHANGES, ShareChange, clean
 from evener.live.journal import TrainingJournal
 from evener.live.reporter import Details, Reporter
 from evener.plan.check import describe
+from evener.torch_split.memory import say
 from evener.torch_split.own_work import make_timer
 from evener.torch_split.rank_shares import RankShares
+from evener.torch_split.retry import Retreat
 
 
 class StepReporter:
@@ -24,8 +26,15 @@ class StepReporter:
         self.timer = make_timer(device, alone=shares.world == 1)
         self.shares = shares
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
+        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
         self.on_step: Callable[[tuple[int, ...]], None] = lambda _: None
         self._reporter = Reporter(self._describe, keep_journal(shares) if journal else None, self.timer.now)
+
+    def note_retreat(self, retreat: Retreat) -> None:
+        """A pass ran out of memory, and smaller ones follow."""
+        self.retreats += 1
+        self.retreat = retreat.describe(self.shares.share.name or self.shares.share.device)
+        say(self.retreat)
 
     def finish(self) -> None:
         """The loop asks for its next batch."""
@@ -54,6 +63,8 @@ class StepReporter:
             (times.work,),
             tuple(self.changes),
             times.between_s,
+            self.retreats,
+            clean(self.retreat),
         )
 
 

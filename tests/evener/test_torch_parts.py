@@ -234,15 +234,12 @@ def play(split: Split, models: Any, way: str) -> None:
         part.backward(critic(generator(part.batch[0])).mean())
 
 
-def test_a_model_that_computes_without_a_backward_pass_is_refused(one_rank_of_two: Split) -> None:
-    """PyTorch would exchange its gradients in the next pass, of which the ranks have different numbers."""
+@pytest.mark.parametrize("way", ["plain", "named", "without gradients"])
+def test_a_model_that_computes_without_a_backward_pass_is_left_alone(one_rank_of_two: Split, way: str) -> None:
     split = one_rank_of_two
     models = [split.wrap(torch.nn.Linear(3, width).double()) for width in (3, 1)]
-    with pytest.raises(RequestError, match=r"no backward pass went through it.*torch\.no_grad"):
-        play(split, models, "plain")
-    with pytest.raises(RequestError, match=r"isn't among its models="):
-        play(split, models, "named")
-    play(split, models, "without gradients")
+    play(split, models, way)
+    assert all(each.grad is not None for model in models for each in model.parameters())
 
 
 def test_a_validation_takes_batches_of_one_pass(split: Split, one_rank_of_two: Split) -> None:
@@ -265,9 +262,6 @@ def test_models_whose_passes_would_wait_for_each_other_are_refused(one_rank_of_t
         next(split.parts(batch))
     with pytest.raises(RequestError, match="SyncBatchNorm exchanges statistics in each pass"):
         split.wrap(torch.nn.SyncBatchNorm(3))
-    model = split.wrap(torch.nn.Linear(3, 1).double(), static_graph=True)
-    with pytest.raises(RequestError, match="static_graph=True can't take several passes"):
-        next(split.parts(batch, models=[model]))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cpu_topology import slice_cores
 from evener.torch_split import Split
-from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.process import Stand, choose_device, leave_group
+from evener.torch_split.wrapped import watch, wrap_module
 from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
@@ -277,18 +277,24 @@ def test_a_split_that_is_dropped_leaves_no_report(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
-    """A row that only keeps step may overflow without harm to the others."""
-    model = torch.nn.ParameterList([torch.ones(2)])
-    weight = model[0]
-    weights = GradientWeights([3, 1], 1)
-    weights._models.add(model)
-    weights.begin([1, 0])
-    (weight * torch.tensor([float("inf"), 1.0])).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [0.0, 0.0]
-    weights.begin([3, 1])
-    (weight * 2).sum().backward()
-    assert weight.grad.tolist() == [2.0, 2.0]
+    """A row that only keeps step may overflow without harm to the others, also where gradients are added up."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    split = Split(plan((0, 8)))
+    model = wrap_module(torch.nn.Linear(2, 1, bias=False), split.device, {})
+    watch(model, split.device, lambda *_: None)
+    exchange, weight = model.exchange, model.module.weight
+    assert exchange is not None
+    with model.no_sync():
+        exchange.weigh(0.5)
+        model(torch.ones(1, 2)).sum().backward()
+    exchange.weigh(0.0)
+    model(torch.tensor([[float("inf"), 1.0]])).sum().backward()
+    assert weight.grad.tolist() == [[0.5, 0.5]]
+    weight.grad = None
+    exchange.weigh(0.75)
+    model(torch.full((1, 2), 2.0)).sum().backward()
+    assert weight.grad.tolist() == [[1.5, 1.5]]
+    leave_group()
 
 
 SCRIPT = """

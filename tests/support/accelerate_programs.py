@@ -104,7 +104,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
         LOOPS[name](accelerator, model, optimizer, loader, split)
     found: dict[str, Any] = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}
     found["predicted"] = predict(accelerator, model)
-    found["in buckets"] = split is None or model._get_ddp_logging_data()["gradient_as_bucket_view"]
+    found["taken over"] = split is None or model.reducer is None
     if name == "rebalanced" and split is not None:
         assert split._reporter.changes
     accelerator.free_memory()

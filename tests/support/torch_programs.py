@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.support import torch_exact_loops, torch_length_programs, torch_ranks, torch_refused_programs
+from tests.support import (
+    torch_exact_loops,
+    torch_exchange_programs,
+    torch_length_programs,
+    torch_ranks,
+    torch_refused_programs,
+)
 from tests.support.torch_exact_batches import mean_inside
 from tests.support.torch_program_parts import EXACT, REFUSED, ROWS, data, network, run, weights
 
@@ -26,6 +32,7 @@ __all__ = [
     "run",
     "run_all",
     "torch_exact_loops",
+    "torch_exchange_programs",
     "torch_length_programs",
     "torch_refused_programs",
     "weights",

@@ -170,6 +170,12 @@ def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) ->
     assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
 
 
+def test_a_rank_that_ran_out_of_memory_is_named(script: Any) -> None:
+    said = "GPU:1 ran out of memory at step 1,204: passes of 48 -> 24 rows, 0.3 s"
+    lines = training_lines(_only(script, make_ranks(retreats=1, retreat=said)), AT_SECONDS, 160, UNICODE)
+    assert any(said in line.text for line in lines)
+
+
 def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     row = _only(script, make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0))
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100, UNICODE))

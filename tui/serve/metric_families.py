@@ -52,6 +52,7 @@ _TRAININGS = (  # name, field of Training, help; 0 is unknown and left out, exce
     ("evener_step_spread_ratio", "step_spread", "Interquartile range of a step over its median."),
     ("evener_input_seconds", "input_s", "Median time of a step that goes into waiting for data."),
     ("evener_between_seconds", "between_s", "Median time of a step between its passes and the next batch."),
+    ("evener_out_of_memory_passes", "retreats", "Passes that ran out of memory and were computed again."),
     ("evener_plan_samples_per_second", "plan_samples_per_second", "Samples/s of the whole training by its plan."),
 )
 

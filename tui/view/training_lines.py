@@ -198,6 +198,8 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
             marks.cursor,
             width,
         )
+    for retreat in row.retreats:
+        lines += _marked(f"{retreat}.", "warn", marks.alarm, width)
     for change in reversed(row.changes):
         lines += _marked(_change_words(change, at_seconds), "dim", marks.dot, width)
     return tuple(lines)

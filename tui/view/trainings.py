@@ -40,6 +40,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     causes: tuple[Cause, ...]  # what holds it up, most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
+    retreats: tuple[str, ...] = ()  # of each rank that ran out of memory, the last one
 
     @property
     def key(self) -> tuple[str, int]:
@@ -89,6 +90,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         causes=causes,
         advice=_advice(places, step_s) if uneven else None,
         changes=max((each.changes for each in reports), key=len),
+        retreats=tuple(each.retreat for each in reports if each.retreat),
     )
 
 

@@ -1,8 +1,8 @@
 """A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's training.
 
-One device is a plain loop; several are a process each in DistributedDataParallel, with the gradient weights of
-`evener.torch_split`, or one process over which a workload lays its own parts. Batches come from host memory each step
-unless the place says otherwise.
+One device is a plain loop; several are a process each, which exchange gradients as `evener.torch_split` does, or one
+process over which a workload lays its own parts. Batches come from host memory each step unless the place says
+otherwise.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 import torch._dynamo  # optimizers load it on their first step: better now than under a memory cap
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from evener.errors import RequestError
 from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.whole_rows import gradient_weight
 from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.gradient_weights import GradientWeights
 from evener.torch_split.model_checks import check_normalization
 from evener.torch_split.model_digest import model_digest
 from evener.torch_split.parts import in_turn, make_parts
 from evener.torch_split.process import fetching_threads
 from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.wrapped import Exchanged, watch, wrap_module
 from evener.training.dealing import Dealer
 from evener.workloads.memory import GpuMemory, MemoryMeter
 from evener.workloads.protocol import Place
@@ -73,7 +73,6 @@ class TorchWorkload:
         self._batches: Batches | None = None
         self._loss: Any = None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
-        self._weights: GradientWeights | None = None
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
         self._work = Work(0.0, 0.0, 0.0, 0.0)
@@ -198,8 +197,9 @@ class TorchWorkload:
         return self._batches
 
     def _begin(self, sizes: Sequence[int]) -> None:
-        if self._weights is not None:
-            self._weights.begin(sizes)
+        model = self._model
+        if isinstance(model, Exchanged) and model.exchange is not None:
+            model.exchange.weigh(gradient_weight(sizes, self._members.index(self.place.rank)))
 
     def _objective(self, inputs: Any, targets: Any) -> Any:
         outputs = call(self._model, inputs)
@@ -211,18 +211,14 @@ class TorchWorkload:
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Step with the ranks that have a share; another set of ranks is another group of DDP's."""
+        """Step with the ranks that have a share; another set of ranks is another group."""
         members = tuple(rank for rank, share in enumerate(shares) if share)
-        sizes = [shares[rank] for rank in members]
         if members != self._members:
             group = dist.new_group(list(members))
-            self._members, self._weights, self._model = members, None, self.recipe.module
+            self._members, self._model = members, self.recipe.module
             if self.place.rank in members:
-                self._weights = GradientWeights(sizes, members.index(self.place.rank), group)
-                self._model = wrap(self.recipe.module, self.device, group)
-                self._weights.attach(self._model)
-        elif self._weights is not None:
-            self._weights.begin(sizes)
+                self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
+                watch(self._model, self.device, lambda *_: None)
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
@@ -289,12 +285,6 @@ def join(place: Place, device: torch.device) -> bool:
     meeting = f"tcp://{place.peers[0]}"
     dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.world)
     return True
-
-
-def wrap(module: Any, device: torch.device, group: Any) -> Any:
-    """The module in DistributedDataParallel over `group`; gradients are views of its buckets, as in `Split.wrap`."""
-    devices = [device] if _on_gpu(device) else None
-    return DistributedDataParallel(module, device_ids=devices, process_group=group, gradient_as_bucket_view=True)
 
 
 def own_share(place: Place, shares: Sequence[int]) -> int:

@@ -116,7 +116,7 @@ def data_parallel(module: Any, devices: tuple[torch.device, ...]) -> Any:
     if devices[0].type != "cuda":
         raise RequestError(
             "nn.DataParallel works on GPUs alone; on CPUs it would quietly run on one device.",
-            "On CPU slices, measure the split: it uses DistributedDataParallel.",
+            "On CPU slices, measure the split: it has a process for each.",
         )
     return nn.DataParallel(module, device_ids=list(devices))
 

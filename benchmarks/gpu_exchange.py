@@ -1,0 +1,271 @@
+"""Steps with evener's exchange beside DistributedDataParallel's, and trainings that really run out of memory.
+
+    python -m benchmarks.gpu_exchange [steps] [caps] [neighbour] [--json FILE]
+
+`steps`: decoder-only models in bfloat16 on one GPU (NCCL, one rank), or two ranks on CPUs (gloo) where there is none;
+the ways of a model take turns, and each gives the median of its turns. `caps`: two ranks on one GPU over gloo in
+float64, the second with less and less memory, beside one process. `neighbour`: another program takes most of the GPU
+in the middle of a training. PyTorch is all that it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.torch_split import Split
+from evener.torch_split.wrapped import watch, wrap_module
+from tests.support.torch_start import free_port, rank_environment
+
+MODELS = ((512, 8, 128), (512, 8, 16), (128, 24, 8), (1024, 24, 16), (768, 12, 32))  # width, layers, rows
+SMALL = ((64, 4, 8), (128, 2, 16))
+LENGTH, WORDS = (256, 4096) if torch.cuda.is_available() else (16, 64)
+TURNS, STEPS = 3, 15
+WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
+CAPS = (1.8, 1.6, 1.45)  # GiB of the second rank
+SHARES = (4096, 2048) if torch.cuda.is_available() else (64, 32)
+
+
+class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
+    """A small decoder-only model."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, 0.0, "gelu", batch_first=True)
+            for _ in range(layers)
+        )
+        self.last = nn.Linear(width, WORDS)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(rows.shape[1], rows.device, self.last.weight.dtype)
+        hidden = self.words(rows)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        made: torch.Tensor = self.last(hidden)
+        return made
+
+
+def make_step(way: str, size: tuple[int, int, int], device: torch.device) -> Callable[[], None]:
+    """A training step as users write it."""
+    width, layers, rows = size
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = Decoder(width, layers).to(device, kind)
+    words = torch.randint(0, WORDS, (rows, LENGTH), device=device)
+    if way.startswith("ddp"):
+        devices = [device] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    if way == "ddp with a hook":
+        model.register_comm_hook(None, _weigh)
+    if way == "exchange":
+        model = wrap_module(model, device, {})
+        watch(model, device, lambda *_: None)
+        model.exchange.weigh(0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    return dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def time_steps(device: torch.device) -> list[dict[str, Any]]:
+    """Milliseconds of a step and peak memory of each way, in turns."""
+    found = []
+    gpu = device.type == "cuda"
+    for size in MODELS if gpu else SMALL:
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        peaks: dict[str, float] = {}
+        for turn in range(TURNS):
+            for way in WAYS[:: 1 if turn % 2 else -1]:
+                gc.collect()
+                if gpu:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                step = make_step(way, size, device)
+                times[way].append(_time(step, gpu))
+                peaks[way] = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
+                del step
+        middle = {way: statistics.median(each) for way, each in times.items()}
+        ratios = [own / other for own, other in zip(times["exchange"], times["ddp"], strict=True)]
+        found.append({"size": size, "ms": middle, "ratio": statistics.median(ratios), "gib": peaks})
+        if dist.get_rank() == 0:
+            shown = ", ".join(f"{way} {middle[way]:.2f} ms {peaks[way]:.2f} GiB" for way in WAYS)
+            print(f"{size}: {shown}; exchange / ddp {found[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+    return found
+
+
+def _time(step: Callable[[], None], gpu: bool) -> float:
+    for _ in range(6):
+        step()
+    if gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    if gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / STEPS * 1e3
+
+
+def train_capped(cap: float) -> dict[str, Any]:
+    """Twelve steps of this rank; the first one also trains alone, and compares the weights."""
+    width = 2048 if torch.cuda.is_available() else 64
+    split = Split(ratios=SHARES, global_batch=sum(SHARES), backend="gloo")
+    if split.rank and split.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(2 * sum(SHARES), width, generator=generator, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(rows, torch.randint(0, 16, (len(rows),), generator=generator))
+    net = _make_net(width).to(split.device)
+    model, loss = split.wrap(net), nn.CrossEntropyLoss()
+    optimizer, times = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for _ in range(6):
+        for batch in split.loader(data, shuffle=False, prefetch=0):
+            started = time.perf_counter()
+            split.step(batch, lambda part: loss(model(part.batch[0]), part.batch[1]))
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - started)
+    found = {"rank": split.rank, "cap": cap, "ooms": split._passes.total, "slowest": max(times), "last": times[-1]}
+    del batch  # what follows is no training of the split's
+    if split.rank == 0:
+        alone = _make_net(width).to(split.device)
+        optimizer = torch.optim.AdamW(alone.parameters(), 1e-3)
+        for first in [0, sum(SHARES)] * 6:
+            chunk = sum(SHARES) // 6
+            for start in range(first, first + sum(SHARES), chunk):
+                own = [each[start : start + chunk].to(split.device) for each in data.tensors]
+                (loss(alone(own[0]), own[1]) * (chunk / sum(SHARES))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pairs = zip(net.parameters(), alone.parameters(), strict=True)
+        found["difference"] = max(float((mine - its).detach().abs().max()) for mine, its in pairs)
+    return found
+
+
+def _make_net(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [each for _ in range(8) for each in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    made: nn.Module = nn.Sequential(*layers, nn.Linear(width, 16)).double()
+    return made
+
+
+def meet_neighbour(_: float) -> dict[str, Any]:
+    """One process; after eight steps another one takes all but 12 GiB of the GPU."""
+    split, rows = Split(ratios=[1], global_batch=1024), 1024
+    model, loss = split.wrap(Decoder(512, 8).to(torch.bfloat16)), nn.CrossEntropyLoss()
+    optimizer, times, other = torch.optim.AdamW(model.parameters(), 1e-4), [], None
+    words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (24 * rows, LENGTH)))
+    for number, batch in enumerate(split.loader(words)):
+        if number == 8:
+            gc.collect()
+            torch.cuda.empty_cache()
+            code = (
+                "import torch; free, _ = torch.cuda.mem_get_info(); held = torch.empty(free - (12 << 30),"
+                " dtype=torch.uint8, device='cuda'); print(len(held), flush=True); input()"
+            )
+            other = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert other.stdout is not None
+            other.stdout.readline()
+        started = time.perf_counter()
+        split.step(batch, lambda part: loss(model(part.batch[0]).flatten(0, 1), part.batch[0].flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    if other is not None:
+        other.kill()
+    return {
+        "ooms": split._passes.total,
+        "rows": split._passes.most,
+        "before": times[7],
+        "met": times[8],
+        "last": times[-1],
+    }
+
+
+RANKS: dict[str, Callable[[float], Any]] = {"caps": train_capped, "neighbour": meet_neighbour}
+
+
+def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
+    """What each rank found."""
+    port, ranks = free_port(), []
+    for rank in range(world):
+        place = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        environment = {**os.environ, **rank_environment(torch.cuda.is_available()), "MASTER_PORT": str(port), **place}
+        if torch.cuda.is_available():
+            environment["CUDA_VISIBLE_DEVICES"] = "0"
+        command = [sys.executable, "-m", "benchmarks.gpu_exchange", "--rank", name, "--cap", str(cap)]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    ends = [each.communicate()[0] for each in ranks]
+    assert not any(each.returncode for each in ranks), name
+    return [json.loads(end.splitlines()[-1]) for end in ends]
+
+
+def run_steps() -> list[dict[str, Any]]:
+    """In a group of one rank on a GPU, of two on CPUs."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.update({**rank_environment(True), "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"})
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    return time_steps(device)
+
+
+def main() -> None:
+    """Print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["steps", "caps", "neighbour"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--cap", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        print(json.dumps(run_steps() if options.rank == "steps" else RANKS[options.rank](options.cap)))
+        return
+    found: dict[str, Any] = {}
+    if "steps" in options.what:
+        found["steps"] = start("steps", 1 if torch.cuda.is_available() else 2)[0]
+    if "caps" in options.what:
+        found["caps"] = []
+        for cap in CAPS:
+            found["caps"].append(start("caps", 2, cap))
+            print(found["caps"][-1], flush=True)
+    if "neighbour" in options.what and torch.cuda.is_available():
+        found["neighbour"] = start("neighbour", 1)
+        print(found["neighbour"], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

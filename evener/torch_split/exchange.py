@@ -1,0 +1,279 @@
+"""The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
+
+With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over ranks is another
+gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on all ranks, and a bucket is sent as
+soon as its gradients of all passes are there; what is left goes at the end of the backward pass. What was sent is
+final, so a rank that runs out of memory computes only the rest again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from evener.errors import RequestError
+from evener.torch_split.buckets import make_buckets
+from evener.torch_split.held import Held
+
+BUCKET_BYTES = 25 << 20
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
+class Exchange:
+    """Sums the gradients of `module` over `group` (None: every process), this rank's times `weight`.
+
+    A backward pass through what `watch` was given is summed at its end where `sync` says so. `begun` is called as
+    one begins, `ready` when the last gradient is there, and `done` when the sums are.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        group: Any = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        broadcast_buffers: bool = True,
+        alone: bool = False,
+    ) -> None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
+        self.parameters = [each for each in named.values() if each.requires_grad]
+        self.group, self.weight, self.ran = group, 1.0, False
+        self.begun: Callable[[], None] = _nothing
+        self.ready: Callable[[], None] = _nothing
+        self.done: Callable[[], None] = _nothing
+        self._bytes, self._alone = bucket_bytes, alone
+        self._buffers = [each for name, each in module.named_buffers() if name not in ignored]
+        self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(self._buffers)
+        self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
+        self._order: list[int] | None = []  # in which the first backward pass gave gradients; None: it is agreed on
+        self._early = False  # buckets may go before the backward pass ends
+        self._repeats = False  # a parameter's gradient came in parts
+        self._armed = self._sync = self._blind = False
+        self._sent = 0  # buckets that are on their way
+        self._unsent = False  # gradients are there that weren't summed
+        self._fired = bytearray(len(self.parameters))
+        self.held = Held(self.parameters)
+        if not alone:
+            self._agree([*named.values(), *self._buffers])
+        self._make_buckets(range(len(self.parameters))[::-1])
+        self._hook()
+        _exchanges.add(self)
+
+    def _agree(self, tensors: list[torch.Tensor]) -> None:
+        """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
+        with torch.no_grad():
+            shapes = torch.tensor([len(tensors), sum(each.numel() for each in tensors)], device=_device(tensors))
+            most, least = shapes.clone(), shapes.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+            if not torch.equal(most, least):
+                raise RequestError("The ranks wrap different models.", "Make the same model on every rank.")
+            self._spread([each.detach() for each in tensors])
+
+    def _spread(self, tensors: list[torch.Tensor]) -> None:
+        """The first rank's values on every rank."""
+        group = dist.group.WORLD if self.group is None else self.group
+        for device in {each.device for each in tensors}:
+            own = [each for each in tensors if each.device == device]
+            dist._broadcast_coalesced(group, own, 250 << 20, 0)
+
+    def _make_buckets(self, order: Iterable[int]) -> None:
+        self._buckets = [] if self._alone else make_buckets(self.parameters, order, self._bytes)
+        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket.places}
+
+    def _hook(self) -> None:
+        reference = weakref.ref(self)  # a parameter must not keep what a dropped wrapper had
+
+        def note(place: int) -> Callable[[Any], None]:
+            def hook(_: Any) -> None:
+                exchange = reference()
+                if exchange is not None and (exchange._armed or exchange._blind):
+                    exchange._accumulated(place)
+
+            return hook
+
+        handles = [each.register_post_accumulate_grad_hook(note(i)) for i, each in enumerate(self.parameters)]
+        weakref.finalize(self, _remove, handles)
+
+    # ------------------------------------------------------------------ what a batch weighs
+
+    def weigh(self, weight: float) -> None:
+        """Gradients that come now are of a batch that weighs so much; those that wait for their sum keep their own."""
+        if weight != self.weight and self._unsent:
+            for bucket in self._buckets:
+                bucket.fold(self.weight)
+        self.weight = weight
+
+    # ------------------------------------------------------------------ a backward pass
+
+    def watch(self, outputs: Sequence[torch.Tensor], sync: bool) -> None:
+        """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
+        watched = [each for each in outputs if each.requires_grad]
+        for each in watched:
+            each.register_hook(lambda _: self.arm(sync))
+        if not watched:  # of an object that hides its tensors
+            self._blind, self._sync = True, sync
+
+    def arm(self, sync: bool) -> None:
+        """A backward pass begins, or goes on."""
+        task = torch._C._current_graph_task_id()
+        if _open.get(self) != task:
+            _open.pop(self, None)
+            self.begun()
+            _open[self] = task
+            self._armed, self._sync, self._blind = True, False, False
+            self._fired = bytearray(len(self.parameters))
+            for bucket in self._buckets:
+                bucket.left = len(bucket.places)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
+        self._sync |= sync
+
+    def _accumulated(self, place: int) -> None:
+        """A parameter has its gradient."""
+        if self._blind:
+            self.arm(self._sync)
+        if self._fired[place]:
+            self._note_again()
+        self._fired[place] = 1
+        self._unsent = True
+        if self._alone:
+            return
+        if self._order is not None:
+            self._order.append(place)
+        bucket = self._bucket_of[place]
+        bucket.left -= 1
+        if not bucket.left and not self.held.apart:
+            bucket.gather()
+            if self._early and self._sync and not self.held.late:
+                self._send_complete()
+
+    def _note_again(self) -> None:
+        """A parameter got another part of its gradient, as with one that is shared by reentrant checkpoints."""
+        self._repeats = True
+        if self._order is None and self._early and self._sync:
+            raise RequestError(
+                "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its way.",
+                "Use torch.utils.checkpoint with use_reentrant=False.",
+            )
+
+    def _send_complete(self) -> None:
+        """Send in order what is complete, unless a model before this one in the backward pass isn't done."""
+        for other in _open:
+            if other is self:
+                break
+            if other._sync and other._sent < len(other._buckets):
+                return
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].left:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        bucket.weigh(self.weight)
+        if self._sent == len(self._buckets):
+            self.ready()
+        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+
+    def _finish_pass(self) -> None:
+        """The backward pass has no more gradients: send what is left."""
+        self.held.merge(self._fired)
+        if self._sync and any(self._fired):
+            while self._sent < len(self._buckets):
+                self._buckets[self._sent].gather()
+                self._send()
+        elif self.held.apart:
+            for bucket in self._buckets:
+                bucket.gather()
+        self.held.close()
+
+    def _wait(self) -> None:
+        """End the sum, if one is under way."""
+        self._armed = False
+        if not (self._sync and self._sent and self._sent == len(self._buckets)):
+            return
+        for bucket in self._buckets:
+            bucket.receive()
+        self._sent, self._unsent, self.ran = 0, False, True
+        self.held.settle()
+        if self._order is not None:
+            self._learn_order(self._order)
+        if self._spreads:
+            self._spread([each.detach() for each in self.buffers()])
+        self.done()
+
+    def _learn_order(self, seen: list[int]) -> None:
+        """Take buckets in the order in which the first rank's gradients came, and know whether any came in parts."""
+        places = list(dict.fromkeys(seen))
+        places += [place for place in range(len(self.parameters))[::-1] if place not in set(places)]
+        told = torch.tensor([*places, 0], device=self._buckets[0].flat.device)
+        late = torch.tensor([self._repeats], device=told.device, dtype=torch.int64)
+        dist.broadcast(told, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
+        dist.all_reduce(late, dist.ReduceOp.MAX, group=self.group)
+        self._order, self._early = None, not int(late)
+        self._make_buckets(told.tolist()[:-1])
+        for bucket in self._buckets:
+            bucket.gather()
+
+    # ------------------------------------------------------------------ a pass that failed
+
+    def open(self, dependent: bool) -> None:
+        """A pass is about to go backward; `dependent`: its rows depend on random draws, or on one another."""
+        self._fired = bytearray(len(self.parameters))
+        self._armed = self._alone
+        self.held.open(dependent)
+
+    def close(self) -> None:
+        """It went."""
+        if self._alone:
+            self._armed = False
+            self.held.merge(self._fired)
+            self.held.close()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that a pass may change."""
+        module = self._module()
+        return [] if module is None else list(module.buffers())
+
+    def fail(self) -> None:
+        """The pass ended in an error: what was sent stays, and what can't stay is undone."""
+        _open.pop(self, None)
+        self.held.fail(self._fired)
+        self._armed = self._blind = False
+
+
+_open: dict[Exchange, int] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+def _end(task: int) -> None:
+    """The backward pass is over: all models send before one waits."""
+    ended = [exchange for exchange, number in _open.items() if number == task]
+    for exchange in ended:
+        exchange._finish_pass()
+    for exchange in ended:
+        _open.pop(exchange, None)
+        exchange._wait()
+
+
+def exchanged_parameters() -> dict[int, bool]:
+    """The parameters of this process whose gradients are summed, by id: whether they ever were."""
+    exchanges = sorted(_exchanges, key=lambda exchange: exchange.ran)
+    return {id(each): exchange.ran for exchange in exchanges if not exchange._alone for each in exchange.parameters}
+
+
+def _device(tensors: Sequence[torch.Tensor]) -> Any:
+    return tensors[0].device if tensors else None
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

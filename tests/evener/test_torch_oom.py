@@ -1,0 +1,181 @@
+"""Passes that run out of memory, at any layer, forward or backward, on any rank: nothing is lost or taken twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from evener.errors import DeviceError
+from evener.torch_split import Split, retry
+from evener.torch_split.memory import is_out_of_memory
+from evener.torch_split.optimizer_check import check_memory
+from tests.support import torch_oom_programs as programs
+
+SHARES, SEEDS = (24, 12, 8), (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+    """What each of three ranks learned in each case."""
+    return trainer_ranks("tests.support.torch_oom_programs.train_all", SHARES, SEEDS, world=3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", programs.CASES)
+def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: list[Any], name: str, seed: int) -> None:
+    ranks = [rank[name, seed] for rank in trained]
+    case = msgspec.structs.replace(programs.CASES[name], seed=seed)
+    assert sum(rank["burst"] for rank in ranks) >= 5
+    for rank, share in zip(ranks, SHARES, strict=True):
+        assert [sum(sizes) for sizes in rank["kept"]] == [share] * case.steps, "each row once"
+    expected = programs.reference(case, SHARES, [rank["kept"] for rank in ranks])
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+        for mine, its in zip(rank["state"], expected["state"], strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", ["plain", "plain in passes", "by parts, counted", "accumulated"])
+def test_rows_that_depend_on_nothing_are_learned_as_if_nothing_had_happened(trained: list[Any], name: str) -> None:
+    case = programs.CASES[name]
+    undisturbed = [[[share]] * case.steps for share in SHARES]
+    expected = programs.reference(msgspec.structs.replace(case), SHARES, undisturbed)
+    for mine, its in zip(trained[0][name, 0]["state"], expected["state"], strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
+ROWS = torch.utils.data.TensorDataset(torch.randn(64, 3, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
+
+
+@pytest.fixture
+def split(alone_on_the_cpu: None) -> Split:
+    """One device that takes 8 rows at once."""
+    return Split(ratios=[1], global_batch=8)
+
+
+def take_steps(split: Split, most: int, steps: int) -> list[list[int]]:
+    """The rows of the passes of each step, on a device that holds up to `most`."""
+    model = split.wrap(torch.nn.Linear(3, 1).double())
+    tried: list[list[int]] = []
+
+    def compute(part: Any) -> Any:
+        if torch.is_grad_enabled():  # else the loss is looked at before smaller passes are taken
+            tried[-1].append(part.rows)
+        if torch.is_grad_enabled() and part.rows > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        inputs, targets = part.batch
+        return torch.nn.functional.mse_loss(model(inputs), targets)
+
+    for _, batch in zip(range(steps), split.loader(ROWS), strict=False):
+        tried.append([])
+        split.step(batch, compute)
+    return tried
+
+
+def test_smaller_passes_are_kept_and_larger_ones_tried_again(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "CLEAN_STEPS", 2)
+    first, *kept = take_steps(split, 3, 6)
+    assert first == [8, 4, 2, 2, 2, 2]
+    assert kept[:2] == [[2, 2, 2, 2]] * 2
+    assert kept[2] == [4, 2, 2, 2, 2], "twice the rows are tried, and given up"
+
+
+def test_a_row_that_never_fits_ends_in_a_sentence(split: Split, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DeviceError, match=r"Rank 0 ran out of memory 20 times in a row with a pass of 1 rows"):
+        take_steps(split, 0, 1)
+    said = capsys.readouterr().err.splitlines()
+    assert "ran out of memory at step 1: passes of 8 -> 4 rows" in said[0]
+    assert len(said) == 3 + retry.MOST_FAILURES - 1
+
+
+def test_other_errors_and_loops_without_a_context_end_as_they_did(split: Split) -> None:
+    split.wrap(torch.nn.Linear(3, 1).double())
+    batch = next(iter(split.loader(ROWS)))
+
+    def fail(_: Any) -> Any:
+        raise RuntimeError("a shape")
+
+    with pytest.raises(RuntimeError, match="a shape"):
+        split.step(batch, fail)
+
+    def loop() -> None:
+        for _ in split.parts(batch):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loop()
+
+
+def test_a_loss_whose_parts_do_not_add_up_is_not_computed_in_smaller_passes(split: Split) -> None:
+    """On one device a sum over rows, or in-batch negatives, are as good as a mean; in parts they are something else."""
+    model = split.wrap(torch.nn.Linear(3, 1).double())
+    batch = next(iter(split.loader(ROWS)))
+
+    def compute(part: Any) -> Any:
+        if part.rows == 8 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(part.batch[0]).square().sum()
+
+    with pytest.raises(DeviceError, match=r"ran out of memory in a pass of 8 rows.*mean over"):
+        split.step(batch, compute)
+    assert model.weight.grad is None
+
+
+def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
+    split: Split, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    sys.excepthook(type(error), error, None)
+    assert "split.step(batch, lambda part:" in capsys.readouterr().err
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert "split.step" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_what_means_that_memory_ran_out(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """What is cached may be in the way once; else not a single weight is moved."""
+    failures = iter([True] * times)
+    empty = torch.empty_like
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty(like)
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights, 0.1)
+    if times == 1:
+        check_memory(optimizer, weights)
+    else:
+        with pytest.raises(DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"):
+            check_memory(optimizer, weights)

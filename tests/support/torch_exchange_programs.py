@@ -1,0 +1,287 @@
+"""Models and loops that make gradients come late, twice, not at all or elsewhere than where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from tests.support.torch_program_parts import CLASSES, WIDTH, exact, network, refused, split_by, update, weights
+
+Step = Callable[[Any, torch.optim.Optimizer, torch.Tensor, torch.Tensor], None]
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """It moves a weight whose gradient is 0, and leaves one without a gradient."""
+    return torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.3)
+
+
+def fit(shares: tuple[int, ...], rows: TensorDataset, net: nn.Module, step: Step, **options: Any) -> list[torch.Tensor]:
+    """Two epochs by a step of the program's own."""
+    split = split_by(shares)
+    model = split.wrap(net.double(), **options)
+    optimizer = adamw(model)
+    loader = split.loader(rows)
+    for _ in range(2):
+        for inputs, labels in loader:
+            step(model, optimizer, inputs, labels)
+    return weights(model)
+
+
+def plain(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    update(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+class Block(nn.Module):
+    """A layer twice, perhaps recomputed in the backward pass."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.way = way
+        self.first, self.shared, self.last = nn.Linear(WIDTH, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        for _ in range(2):
+            hidden = torch.tanh(self._recompute(hidden))
+        return self.last(hidden)
+
+    def _recompute(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.way:
+            return self.shared(hidden)
+        made: torch.Tensor = checkpoint(self.shared, hidden, use_reentrant=self.way == "reentrant")
+        return made
+
+
+@exact
+def a_shared_layer(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Block(""), plain, bucket_cap_mb=0.0001)
+
+
+@exact
+def a_shared_layer_in_reentrant_checkpoints(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Its gradient comes in two parts, in backward passes within the backward pass."""
+    return fit(shares, rows, Block("reentrant"), plain, bucket_cap_mb=0.0001)
+
+
+@exact
+def a_shared_layer_in_checkpoints(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Block("new"), plain, bucket_cap_mb=0.0001)
+
+
+class Experts(nn.Module):
+    """Each kind of row has a layer; one layer is never used, and ranks use different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        kinds = (inputs[:, 0] > 1).long() + (inputs[:, 0] > 0).long()
+        outputs = inputs[:, :CLASSES] * 0
+        for kind in kinds.unique().tolist():
+            chosen = (kinds == kind).nonzero()[:, 0]
+            outputs = outputs.index_add(0, chosen, self.layers[kind](inputs[chosen]))
+        return outputs
+
+
+@exact
+def experts_that_not_every_rank_uses(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Experts(), plain, bucket_cap_mb=0.0001)
+
+
+@exact
+def experts_in_one_bucket(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Experts(), plain)
+
+
+@exact
+def two_models_of_experts_in_one_loss(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    models = [split.wrap(Experts().double(), bucket_cap_mb=0.0001) for _ in range(2)]
+    optimizer = torch.optim.AdamW([each for model in models for each in model.parameters()], 0.05)
+    for inputs, labels in split.loader(rows):
+        update(optimizer, F.cross_entropy(models[1](inputs) + models[0](inputs.cos()), labels))
+    return weights(*models)
+
+
+@exact
+def zero_grad_between_forward_and_backward(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return fit(shares, rows, network(), step)
+
+
+@exact
+def gradients_set_to_zero(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return fit(shares, rows, network(), step)
+
+
+@exact
+def gradients_that_are_never_dropped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return fit(shares, rows, network(), step)
+
+
+@exact
+def gradients_of_ones_own(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Set to new tensors before the backward pass, as some optimizers do."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return fit(shares, rows, network(), step)
+
+
+@exact
+def a_window_that_is_dropped(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Gradients of a first pass are thrown away before they are exchanged."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(split.loader(rows)):
+        if number % 2 == 0:
+            with split.no_sync(model):
+                F.cross_entropy(model(inputs), labels).backward()
+            optimizer.zero_grad()
+        else:
+            plain(model, optimizer, inputs, labels)
+    return weights(model)
+
+
+@exact
+def two_backward_passes_of_one_forward_pass(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        F.cross_entropy(outputs, labels).backward(retain_graph=True)
+        outputs.square().mean().backward()
+        optimizer.step()
+
+    return fit(shares, rows, network(), step)
+
+
+class Answer:
+    """What hides its tensors."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: torch.Tensor) -> Answer:
+        return Answer(self.net(inputs))
+
+
+@exact
+def outputs_that_hide_their_tensors(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        update(optimizer, F.cross_entropy(model(inputs).scores, labels))
+
+    return fit(shares, rows, Hiding(), step)
+
+
+class Mixed(nn.Module):
+    """Layers of two types, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.frozen = nn.Linear(WIDTH, 6).double(), nn.Linear(6, 6).double().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.complex128))
+        self.last = nn.Linear(6, CLASSES).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(torch.tanh(self.first(inputs)))
+        made: torch.Tensor = self.last((hidden * self.scale).abs())
+        return made
+
+
+@exact
+def parameters_of_two_types(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(Mixed())
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.05)
+    for inputs, labels in split.loader(rows):
+        plain(model, optimizer, inputs, labels)
+    return [torch.view_as_real(each) if each.is_complex() else each for each in weights(model)]
+
+
+@exact
+def images_whose_channels_come_last(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.conv = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+            self.last = nn.Linear(4, CLASSES)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            images = inputs[:, :4].reshape(-1, 1, 2, 2).expand(-1, 2, -1, -1)
+            made: torch.Tensor = self.last(self.conv(images).flatten(1))
+            return made
+
+    return fit(shares, rows, Images(), plain)
+
+
+@exact
+def a_group_of_the_users_own(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    group = dist.new_group() if dist.is_initialized() else None
+    return fit(shares, rows, network(), plain, process_group=group)
+
+
+@exact
+def the_model_itself_is_not_exchanged_between_steps(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """A backward pass through the bare model is the loop's own, in the middle of a training too."""
+    split, net = split_by(shares), network()
+    model = split.wrap(net)
+    optimizer = adamw(model)
+    for inputs, labels in split.loader(rows):
+        plain(model, optimizer, inputs, labels)
+        optimizer.zero_grad()
+        net(rows.tensors[0][:4]).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+@refused("a gradient is sparse".capitalize())
+def sparse_gradients(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        model(labels).square().mean().backward()
+
+    return fit(shares, rows, nn.Embedding(CLASSES, 2, sparse=True), step)
+
+
+@refused("create_graph=True")
+def gradients_that_are_differentiated_again(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        F.cross_entropy(model(inputs), labels).backward(create_graph=True)
+
+    return fit(shares, rows, network(), step)

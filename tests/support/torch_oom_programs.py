@@ -1,0 +1,226 @@
+"""Trainings of several ranks in which passes run out of memory, and one process that takes the same passes without.
+
+A Bomb raises at a layer of a pass, forward or backward. The reference has nothing of the adapter: it adds up the
+gradients of all ranks' passes, each from the random state and the buffers that the rank had.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+
+from evener.plan.file import make_layout
+from evener.torch_split import Split, retry
+from evener.torch_split.retry import Passes
+from tests.support.torch_ranks import example_plan
+
+WIDTH, CLASSES, LAYERS = 6, 3, 4
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One training: its layers, how often a step has bombs, and the loop that it is."""
+
+    dropout: float = 0.0
+    normalize: bool = False
+    passes: int = 1
+    bombs: float = 0.6  # chance of a step
+    by_parts: bool = False
+    counted: bool = False
+    accumulate: int = 1
+    steps: int = 12
+    seed: int = 0
+
+
+class Fuse:
+    """Where the next bomb is: forward or backward, at a layer, in a pass counted from now."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[str, int, int]] = []
+        self.passes, self.burst = -1, 0
+
+    def begin(self) -> None:
+        self.passes += 1
+
+    def reach(self, way: str, layer: int) -> None:
+        for bomb in self.at:
+            if bomb[:2] == (way, layer) and bomb[2] <= self.passes:
+                self.at.remove(bomb)
+                self.burst += 1
+                raise torch.OutOfMemoryError("CUDA out of memory (injected).")
+
+
+class _Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, fuse: Fuse, layer: int) -> torch.Tensor:
+        ctx.fuse, ctx.layer = fuse, layer
+        fuse.reach("forward", layer)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.fuse.reach("backward", ctx.layer)
+        return gradient, None, None
+
+
+class Net(nn.Module):
+    """A stack of layers, each behind a bomb."""
+
+    def __init__(self, case: Case, fuse: Fuse) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=not case.normalize) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) if case.normalize else nn.Identity() for _ in range(LAYERS))
+        self.last, self.dropout, self.fuse = nn.Linear(WIDTH, CLASSES), case.dropout, fuse
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.fuse.begin()
+        for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            rows = F.dropout(torch.tanh(norm(layer(_Bomb.apply(rows, self.fuse, number)))), self.dropout)
+        made: torch.Tensor = self.last(rows)
+        return made
+
+
+def data(case: Case, shares: Sequence[int]) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(case.seed)
+    rows = case.steps * sum(shares)
+    inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))
+
+
+def make_split(case: Case, shares: Sequence[int]) -> Split:
+    plan = example_plan(tuple(shares))
+    micros = tuple(-(-share // case.passes) for share in shares)
+    return Split(
+        msgspec.structs.replace(plan, layout=make_layout("split", plan.layout.share, tuple(shares), micros=micros))
+    )
+
+
+def place_bombs(case: Case, numbers: random.Random) -> list[tuple[str, int, int]]:
+    if numbers.random() > case.bombs:
+        return []
+    count = numbers.choice((1, 1, 2))
+    return [
+        (numbers.choice(("forward", "backward")), numbers.randrange(1, LAYERS), numbers.randrange(2 * case.passes))
+        for _ in range(count)
+    ]
+
+
+def seed(case: Case, rank: int, step: int) -> None:
+    torch.manual_seed(1000 * case.seed + 10 * step + rank)
+
+
+def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
+    """One rank: its weights, buffers and losses, and the rows of each pass that was kept."""
+    retry.CLEAN_STEPS = 0  # a larger pass is tried again in each step
+    split, fuse = make_split(case, shares), Fuse()
+    net = Net(case, fuse).double()
+    model = split.wrap(net, bucket_cap_mb=0.0004)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    numbers, kept, losses = random.Random(100 * case.seed + split.rank), [], []
+    for step, batch in enumerate(split.loader(data(case, shares), shuffle=False)):
+        fuse.at, fuse.passes = place_bombs(case, numbers), -1
+        seed(case, split.rank, step)
+        last = (step + 1) % case.accumulate == 0
+        with split.no_sync(model) if not last else torch.enable_grad():
+            sizes, loss = take_step(case, split, model, batch)
+        kept.append(sizes)
+        losses.append(split.mean(loss))
+        fuse.at = []
+        if last:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
+    return {"state": state, "kept": kept, "losses": losses, "burst": fuse.burst}
+
+
+def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[int], Any]:
+    """The rows of each pass whose backward pass ended, and the loss."""
+    tried: list[int] = []
+    kept: list[int] = []
+    close = Passes.close
+
+    def note(passes: Passes) -> None:
+        close(passes)
+        kept.append(tried[-1])
+
+    def compute(part: Any) -> torch.Tensor:
+        tried.append(part.rows)
+        return F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1 if case.counted else -100)
+
+    def count(part: Any) -> Any:
+        return (part.batch[1] != 1).sum()
+
+    with patch.object(Passes, "close", note):
+        if not case.by_parts:
+            return kept, split.step(batch, compute, count if case.counted else None)
+        total = 0.0
+        for part in split.parts(batch, count if case.counted else None):
+            with part:
+                total = total + part.backward(compute(part))
+    return kept, total
+
+
+def reference(case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+    """What one process learns that takes these passes, `kept` of each rank and step."""
+    net = Net(case, Fuse()).double()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    inputs, labels = data(case, shares).tensors
+    losses = []
+    for step in range(case.steps):
+        first, losses_of_step = step * sum(shares), 0.0
+        whole = labels[first : first + sum(shares)]
+        before = [each.clone() for each in net.buffers()]
+        after: list[Any] = []
+        for rank in range(len(shares)):
+            put_back(net, before)
+            seed(case, rank, step)
+            for rows in kept[rank][step]:
+                own = labels[first : first + rows]
+                loss = F.cross_entropy(
+                    net(inputs[first : first + rows]), own, ignore_index=1 if case.counted else -100, reduction="sum"
+                )
+                loss = loss / ((whole != 1).sum() if case.counted else len(whole))
+                loss.backward()
+                losses_of_step += float(loss.detach())
+                first += rows
+            after = after or [each.clone() for each in net.buffers()]
+        put_back(net, after)
+        losses.append(losses_of_step)
+        if (step + 1) % case.accumulate == 0:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"state": [each.detach().clone() for each in (*net.parameters(), *net.buffers())], "losses": losses}
+
+
+def put_back(net: nn.Module, values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(net.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
+CASES = {
+    "plain": Case(),
+    "plain in passes": Case(passes=3),
+    "by parts, counted": Case(passes=2, by_parts=True, counted=True),
+    "dropout": Case(dropout=0.3),
+    "dropout in passes, accumulated": Case(dropout=0.3, passes=3, accumulate=2),
+    "normalized": Case(normalize=True, dropout=0.2),
+    "normalized in passes": Case(normalize=True, passes=2),
+    "accumulated": Case(passes=2, accumulate=3, counted=True),
+}
+
+
+def train_all(folder: Path, rank: int, shares: Sequence[int], seeds: Sequence[int]) -> None:
+    """One rank: every case with each seed."""
+    torch.set_num_threads(1)
+    cases = {(name, each): msgspec.structs.replace(case, seed=each) for name, case in CASES.items() for each in seeds}
+    torch.save({key: train(case, tuple(shares)) for key, case in cases.items()}, folder / f"{rank}.pt")
