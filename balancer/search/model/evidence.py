@@ -33,6 +33,9 @@ class Store(Protocol):
     def largest_alone(self, position: int) -> float:
         """The most rows of a pass that the device ran alone; less than 1 before any."""
 
+    def checks(self, position: int) -> Sequence[Timed]:
+        """The checks of layouts that the device has a part in, by their turns."""
+
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
