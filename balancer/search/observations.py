@@ -20,6 +20,7 @@ EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 FIRST_TURN = 0
+BEFORE_THE_RACE = -1
 CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
@@ -37,7 +38,7 @@ class Observations:
         self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
-        self._taken: dict[int, int] = {}  # position -> most bytes that others were seen to hold
+        self._short: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes that others held)
         self.gone: set[int] = set()  # devices that are no longer there
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
@@ -55,7 +56,7 @@ class Observations:
         if isinstance(seen, Failed):
             self._count_failure(seen)
         else:
-            self._shrink(seen.short_bytes)
+            self._note_short(seen)
         before = self._seen.get(probe)
         if before is None:
             self._index(probe)
@@ -81,14 +82,34 @@ class Observations:
             for position in layout.active:
                 self._explored[position].append(probe)
 
-    def _shrink(self, short_bytes: tuple[int, ...]) -> None:
-        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""
-        more = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
-        if more:
-            self._taken.update(more)
+    def _note_short(self, seen: Timed | OutOfMemory) -> None:
+        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again.
+
+        Once raced, a device has what it had in its last turn: in exploration, others may have been about to end.
+        """
+        raced = seen.probe.stage in ("race", "knobs", "check")
+        turn = seen.probe.turn if raced else BEFORE_THE_RACE
+        for position in range(self._problem.devices) if seen.short_bytes else seen.probe.layout.active:
+            size = seen.short_bytes[position] if seen.short_bytes else 0
+            last, most = self._short.get(position, (BEFORE_THE_RACE, 0))
+            if seen.probe.layout.shares[position] or size:
+                self._set_short(position, max((last, most), (turn, size)))
+
+    def _set_short(self, position: int, short: tuple[int, int]) -> None:
+        before = self.taken(position)
+        self._short[position] = short
+        if self.taken(position) != before:
             self._refuted.clear()
             self._devices.clear()
             self.explored_version += 1
+
+    def taken(self, position: int) -> int:
+        """How many bytes of a device others hold."""
+        return self._short.get(position, (0, 0))[1]
+
+    def full_now(self, position: int, seen: OutOfMemory) -> bool:
+        """Whether others hold as much of the device's memory as when a layout ran out of it."""
+        return (seen.short_bytes[position] if seen.short_bytes else 0) <= self.taken(position)
 
     def _forget(self, seen: Observation) -> None:
         """Drop cached readings that this observation changes."""
@@ -214,7 +235,11 @@ class Observations:
 
     def _refute(self, place: Place) -> frozenset[Layout]:
         seen = [self._seen[probe] for probe in self._places[place]]
-        full = [one.probe.layout for one in seen if isinstance(one, OutOfMemory)]
+        full = [
+            one.probe.layout
+            for one in seen
+            if isinstance(one, OutOfMemory) and all(self.full_now(i, one) for i in one.probe.layout.active)
+        ]
         return frozenset(
             one.probe.layout
             for one in seen
@@ -228,12 +253,12 @@ class Observations:
     def holds(self, position: int, seen: Timed) -> bool:
         """Whether the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return position not in self._taken or used is None or limit is None or used <= limit
+        return not self.taken(position) or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self._taken.get(position, 0))
+        return None if limit is None else max(1, limit - self.taken(position))
 
     # ------------------------------------------------------------------ failures and costs
 

@@ -39,6 +39,12 @@ class Store(Protocol):
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
 
+    def checks(self, position: int) -> Sequence[Timed]:
+        """The checks of layouts that the device has a part in, by their turns."""
+
+    def full_now(self, position: int, seen: OutOfMemory) -> bool:
+        """Whether others hold as much of the device's memory as when a layout ran out of it."""
+
 
 ENOUGH_STEADY = 2  # points without those in which the device was held back
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
@@ -126,7 +132,7 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
     """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
-    if not isinstance(seen, OutOfMemory):
+    if not isinstance(seen, OutOfMemory) or not store.full_now(position, seen):
         return False
     if seen.devices:
         return position in seen.devices
