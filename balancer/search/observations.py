@@ -40,6 +40,7 @@ class Observations:
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._short: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes that others held)
         self.gone: set[int] = set()  # devices that are no longer there
+        self._held: set[int] = set()  # devices of layouts in which one was held back
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
@@ -116,11 +117,13 @@ class Observations:
         probe, layout = seen.probe, seen.probe.layout
         self._settled.pop(probe.stage, None)
         self._refuted.pop((layout.kind, layout.active), None)
-        explored = probe.stage in EXPLORATION
-        if explored or probe.stage == "check":
+        if isinstance(seen, Timed) and seen.held_back():
+            self._held.update(layout.active)
+        changed = probe.stage in EXPLORATION or bool(self._held.intersection(layout.active))
+        if changed:
             for position in layout.active:
                 self._devices.pop(position, None)
-        if explored or not isinstance(seen, Timed) or (probe.stage == "check" and seen.held_back()):
+        if changed or not isinstance(seen, Timed):
             self.explored_version += 1
 
     # ------------------------------------------------------------------ by probe, stage and layout
@@ -188,7 +191,7 @@ class Observations:
 
     def _slower_from(self, position: int) -> int:
         """The turn of the device's last check, if it was held back then: what it was before is over."""
-        checks = self.checks(position)
+        checks = self.raced(position, "check")
         return checks[-1].probe.turn if checks and checks[-1].held_back(position) else FIRST_TURN
 
     def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
@@ -310,10 +313,11 @@ class Observations:
         timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
 
-    def checks(self, position: int) -> list[Timed]:
-        """The checks of layouts that the device has a part in, by their turns."""
-        checks = [one for one in self.in_stage("check") if isinstance(one, Timed) and one.probe.layout.shares[position]]
-        return sorted(checks, key=lambda one: one.probe.turn)
+    def raced(self, position: int, *stages: Stage) -> list[Timed]:
+        """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
+        seen = [one for stage in stages or ("race", "check") for one in self.in_stage(stage)]
+        timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.shares[position]]
+        return sorted(timed, key=lambda one: one.probe.turn)
 
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
