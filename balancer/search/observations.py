@@ -201,12 +201,16 @@ class Observations:
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
-        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check"}
+        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check" and not self._is_over(one)}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
         slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
         since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
         return {**checks, **since} if checks and slower else {}
+
+    def _is_over(self, seen: Timed) -> bool:
+        """Whether a device that was held back has recovered since."""
+        return any(seen.held_back(i) and self.recovered(i) for i in seen.probe.layout.active)
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """Its checks, and the turns after the first one: they had no part in choosing it."""
@@ -312,6 +316,10 @@ class Observations:
         """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
         timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
+
+    def recovered(self, position: int) -> bool:
+        """Whether the device was raced, and not held back in its last turn."""
+        return [one.held_back(position) for one in self.raced(position)][-1:] == [False]
 
     def raced(self, position: int, *stages: Stage) -> list[Timed]:
         """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""

@@ -33,11 +33,11 @@ class Store(Protocol):
     def largest_alone(self, position: int) -> float:
         """The most rows of a pass that the device ran alone; less than 1 before any."""
 
-    def checks(self, position: int) -> Sequence[Timed]:
-        """The checks of layouts that the device has a part in, by their turns."""
-
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
+
+    def recovered(self, position: int) -> bool:
+        """Whether the device was raced, and not held back in its last turn."""
 
     def raced(self, position: int, *stages: Stage) -> Sequence[Timed]:
         """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
@@ -78,8 +78,7 @@ def read_device(store: Store, position: int) -> DeviceEvidence:
     at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
     slower = _slower_since(store, position, rounds, splits)
-    recovered = [one.held_back(position) for one in store.raced(position)][-1:] == [False]
-    known = recovered and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
+    known = store.recovered(position) and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
     in_splits = tuple(read_points(splits, position, True, slower, known))
     return DeviceEvidence(
         alone=tuple(read_points(rounds, position, slower=slower)),
