@@ -20,6 +20,7 @@ EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 FIRST_TURN = 0
+BEFORE_THE_RACE = -1
 CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
@@ -37,8 +38,9 @@ class Observations:
         self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
-        self._taken: dict[int, int] = {}  # position -> most bytes that others were seen to hold
+        self._short: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes that others held)
         self.gone: set[int] = set()  # devices that are no longer there
+        self._held: set[int] = set()  # devices of layouts in which one was held back
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
@@ -55,7 +57,7 @@ class Observations:
         if isinstance(seen, Failed):
             self._count_failure(seen)
         else:
-            self._shrink(seen.short_bytes)
+            self._note_short(seen)
         before = self._seen.get(probe)
         if before is None:
             self._index(probe)
@@ -81,25 +83,47 @@ class Observations:
             for position in layout.active:
                 self._explored[position].append(probe)
 
-    def _shrink(self, short_bytes: tuple[int, ...]) -> None:
-        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again."""
-        more = {i: size for i, size in enumerate(short_bytes) if size > self._taken.get(i, 0)}
-        if more:
-            self._taken.update(more)
+    def _note_short(self, seen: Timed | OutOfMemory) -> None:
+        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again.
+
+        Once raced, a device has what it had in its last turn: in exploration, others may have been about to end.
+        """
+        raced = seen.probe.stage in ("race", "knobs", "check")
+        turn = seen.probe.turn if raced else BEFORE_THE_RACE
+        for position in range(self._problem.devices) if seen.short_bytes else seen.probe.layout.active:
+            size = seen.short_bytes[position] if seen.short_bytes else 0
+            last, most = self._short.get(position, (BEFORE_THE_RACE, 0))
+            if seen.probe.layout.shares[position] or size:
+                self._set_short(position, max((last, most), (turn, size)))
+
+    def _set_short(self, position: int, short: tuple[int, int]) -> None:
+        before = self.taken(position)
+        self._short[position] = short
+        if self.taken(position) != before:
             self._refuted.clear()
             self._devices.clear()
             self.explored_version += 1
+
+    def taken(self, position: int) -> int:
+        """How many bytes of a device others hold."""
+        return self._short.get(position, (0, 0))[1]
+
+    def full_now(self, position: int, seen: OutOfMemory) -> bool:
+        """Whether others hold as much of the device's memory as when a layout ran out of it."""
+        return (seen.short_bytes[position] if seen.short_bytes else 0) <= self.taken(position)
 
     def _forget(self, seen: Observation) -> None:
         """Drop cached readings that this observation changes."""
         probe, layout = seen.probe, seen.probe.layout
         self._settled.pop(probe.stage, None)
         self._refuted.pop((layout.kind, layout.active), None)
-        explored = probe.stage in EXPLORATION
-        if explored or probe.stage == "check":
+        if isinstance(seen, Timed) and seen.held_back():
+            self._held.update(layout.active)
+        changed = probe.stage in EXPLORATION or bool(self._held.intersection(layout.active))
+        if changed:
             for position in layout.active:
                 self._devices.pop(position, None)
-        if explored or not isinstance(seen, Timed) or (probe.stage == "check" and seen.held_back()):
+        if changed or not isinstance(seen, Timed):
             self.explored_version += 1
 
     # ------------------------------------------------------------------ by probe, stage and layout
@@ -167,7 +191,7 @@ class Observations:
 
     def _slower_from(self, position: int) -> int:
         """The turn of the device's last check, if it was held back then: what it was before is over."""
-        checks = self.checks(position)
+        checks = self.raced(position, "check")
         return checks[-1].probe.turn if checks and checks[-1].held_back(position) else FIRST_TURN
 
     def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
@@ -177,12 +201,16 @@ class Observations:
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
-        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check"}
+        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check" and not self._is_over(one)}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
         slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
         since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
         return {**checks, **since} if checks and slower else {}
+
+    def _is_over(self, seen: Timed) -> bool:
+        """Whether a device that was held back has recovered since."""
+        return any(seen.held_back(i) and self.recovered(i) for i in seen.probe.layout.active)
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """Its checks, and the turns after the first one: they had no part in choosing it."""
@@ -214,7 +242,11 @@ class Observations:
 
     def _refute(self, place: Place) -> frozenset[Layout]:
         seen = [self._seen[probe] for probe in self._places[place]]
-        full = [one.probe.layout for one in seen if isinstance(one, OutOfMemory)]
+        full = [
+            one.probe.layout
+            for one in seen
+            if isinstance(one, OutOfMemory) and all(self.full_now(i, one) for i in one.probe.layout.active)
+        ]
         return frozenset(
             one.probe.layout
             for one in seen
@@ -228,12 +260,12 @@ class Observations:
     def holds(self, position: int, seen: Timed) -> bool:
         """Whether the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return position not in self._taken or used is None or limit is None or used <= limit
+        return not self.taken(position) or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self._taken.get(position, 0))
+        return None if limit is None else max(1, limit - self.taken(position))
 
     # ------------------------------------------------------------------ failures and costs
 
@@ -285,10 +317,15 @@ class Observations:
         timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
 
-    def checks(self, position: int) -> list[Timed]:
-        """The checks of layouts that the device has a part in, by their turns."""
-        checks = [one for one in self.in_stage("check") if isinstance(one, Timed) and one.probe.layout.shares[position]]
-        return sorted(checks, key=lambda one: one.probe.turn)
+    def recovered(self, position: int) -> bool:
+        """Whether the device was raced, and not held back in its last turn."""
+        return [one.held_back(position) for one in self.raced(position)][-1:] == [False]
+
+    def raced(self, position: int, *stages: Stage) -> list[Timed]:
+        """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
+        seen = [one for stage in stages or ("race", "check") for one in self.in_stage(stage)]
+        timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.shares[position]]
+        return sorted(timed, key=lambda one: one.probe.turn)
 
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""

@@ -12,7 +12,7 @@ import msgspec
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.statistics import relative_error
-from evener.balancer.types import Failed, Observation, OutOfMemory, Timed
+from evener.balancer.types import Failed, Observation, OutOfMemory, Stage, Timed
 
 
 class Store(Protocol):
@@ -20,9 +20,6 @@ class Store(Protocol):
 
     def explored(self, position: int) -> Sequence[Observation]:
         """What exploration saw of a device, in the order of its probes."""
-
-    def checks(self, position: int) -> Sequence[Timed]:
-        """Measurements of chosen layouts in which the device took part, in the order of their probes."""
 
     def final(self, seen: Failed) -> bool:
         """Whether another try is pointless."""
@@ -38,6 +35,15 @@ class Store(Protocol):
 
     def why_gone(self, position: int) -> str:
         """What was said as a device went; empty for one that is there."""
+
+    def recovered(self, position: int) -> bool:
+        """Whether the device was raced, and not held back in its last turn."""
+
+    def raced(self, position: int, *stages: Stage) -> Sequence[Timed]:
+        """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
+
+    def full_now(self, position: int, seen: OutOfMemory) -> bool:
+        """Whether others hold as much of the device's memory as when a layout ran out of it."""
 
 
 ENOUGH_STEADY = 2  # points without those in which the device was held back
@@ -72,7 +78,8 @@ def read_device(store: Store, position: int) -> DeviceEvidence:
     at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
     slower = _slower_since(store, position, rounds, splits)
-    in_splits = tuple(read_points(splits, position, True, slower))
+    known = store.recovered(position) and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
+    in_splits = tuple(read_points(splits, position, True, slower, known))
     return DeviceEvidence(
         alone=tuple(read_points(rounds, position, slower=slower)),
         at_rest=tuple(read_points(at_rest, position, slower=slower)),
@@ -126,7 +133,7 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
     """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
-    if not isinstance(seen, OutOfMemory):
+    if not isinstance(seen, OutOfMemory) or not store.full_now(position, seen):
         return False
     if seen.devices:
         return position in seen.devices
@@ -162,7 +169,7 @@ def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
 
 def _slower_since(store: Store, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]) -> float:
     """How many times longer its steps take than they did, if it was held back in its last check; else 1."""
-    checks = store.checks(position)
+    checks = store.raced(position, "check")
     if not checks or not checks[-1].held_back(position):
         return 1.0
     steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]
@@ -176,13 +183,13 @@ def _slower_since(store: Store, position: int, rounds: Sequence[Observation], sp
 
 
 def read_points(
-    seen: Sequence[Observation], position: int, own_part: bool = False, slower: float = 1.0
+    seen: Sequence[Observation], position: int, own_part: bool = False, slower: float = 1.0, known: bool = False
 ) -> Iterator[Point]:
     """Whole steps, or the device's own part of them, with standard errors.
 
     Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
     blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
-    held back says little of its curve, unless it always was, or is `slower` by so much since.
+    held back says little of its curve, unless that isn't `known` otherwise, or it is `slower` by so much since.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
@@ -197,7 +204,7 @@ def read_points(
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
         held = one.held_back(position)
-        wide = max(error, noise / math.sqrt(count), HELD_BACK if steady and held and slower == 1 else 0.0)
+        wide = max(error, noise / math.sqrt(count), HELD_BACK if (known or steady) and held and slower == 1 else 0.0)
         yield Point(layout.shares[position], seconds if held else slower * seconds, wide, layout.passes(position))
 
 

@@ -14,17 +14,22 @@ from tests.support.search_laws import LAWS, NOISE
 
 FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
 SEEDS = (2, 4)
-# not mended yet
 SLOW = "steps of seconds: which probes are affordable depends on the noise"
 BENDS = "a bend of memory costs a run out of memory or two, and the batch after them isn't always tried"
+TODAY = {  # what isn't mended yet: whoever mends a cause removes its lines
+    ("more tolerance", "memory_bend"): BENDS,
+    ("twice as fast", "knee"): SLOW,
+    ("more time", "knee"): SLOW,
+    ("resumed", "knee"): SLOW,
+}
 
 
 def _cases() -> list[Any]:
     found = []
     for law in LAWS:
         for family in FAMILIES:
-            why = BENDS if (law, family) == ("more tolerance", "memory_bend") else SLOW if family == "knee" else ""
-            marks = (pytest.mark.xfail(strict=False, reason=why),) if why else ()
+            why = TODAY.get((law, family))
+            marks = (pytest.mark.xfail(strict=True, reason=why),) if why else ()
             found.append(pytest.param(law, family, id=f"{law}, {family}", marks=marks))
     return found
 

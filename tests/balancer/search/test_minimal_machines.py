@@ -24,10 +24,8 @@ FAILURES = 2  # out of memory on one device
 MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # seconds: when an event begins, beside the file's own
 
 # what isn't mended yet: whoever mends a cause removes its lines
-SLOWED = "a split that was measured while a device was held back isn't measured again in time"
 TODAY = {
     "larger_budget_worse --budget 60s": "a step of a good batch takes 4 s: one split alone is affordable",
-    "neighbour_during_splits from 6 s": SLOWED,
 }
 
 

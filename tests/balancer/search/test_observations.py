@@ -198,8 +198,21 @@ def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
     assert SPLIT not in found.still_fit(ran)
 
 
+def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
+    """And what ran out while others held more says nothing."""
+    before = full(probe(Layout("split", (50, 40)), "split"), 0)
+    before = msgspec.structs.replace(before, short_bytes=(4000, 0))
+    split = timed(probe(SPLIT, "split"))
+    held = store(before, split)
+    assert held.memory_limit(0) == 6000
+    assert SPLIT not in held.still_fit({SPLIT: [split]})
+    left = store(timed(probe(SPLIT, "check", 1)), before, split)
+    assert left.memory_limit(0) == 10_000
+    assert SPLIT in left.still_fit({SPLIT: [split]})
+
+
 def test_the_most_that_others_held_counts() -> None:
-    """Whatever was seen later; less than the device has is left, and something always is."""
+    """Whatever was seen later in exploration; less than the device has is left, and something always is."""
     found = store(timed(alone(8), short_bytes=(4000, 0)), timed(alone(64, 0, 1), short_bytes=(1000, 0)))
     assert found.memory_limit(0) == 6000
     assert found.memory_limit(1) == 10_000
