@@ -177,8 +177,7 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
         over = [i for one in timed[:1] for i in one.probe.layout.active if self.recovered(i)]
-        seen = [one for one in timed if one.probe.stage == "check" and not any(map(one.held_back, over))]
-        checks = {one.probe.turn: one for one in seen}
+        checks = {t.probe.turn: t for t in timed if t.probe.stage == "check" and not any(map(t.held_back, over))}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
         slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
