@@ -14,13 +14,13 @@ from typing import Any, get_args
 
 from evener.balancer.search.layouts import is_no_larger
 from evener.balancer.search.model.evidence import DeviceEvidence, read_device
+from evener.balancer.search.model.memory import MemoryOfOthers, held_by_others
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 FIRST_TURN = 0
-BEFORE_THE_RACE = -1
 CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
@@ -38,7 +38,7 @@ class Observations:
         self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
         self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
-        self._short: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes that others held)
+        self._others = MemoryOfOthers()
         self.gone: set[int] = set()  # devices that are no longer there
         self._held: set[int] = set()  # devices of layouts in which one was held back
         self._devices: dict[int, DeviceEvidence] = {}
@@ -56,8 +56,10 @@ class Observations:
             return
         if isinstance(seen, Failed):
             self._count_failure(seen)
-        else:
-            self._note_short(seen)
+        elif self._others.note(seen):
+            self._refuted.clear()
+            self._devices.clear()
+            self.explored_version += 1
         before = self._seen.get(probe)
         if before is None:
             self._index(probe)
@@ -83,34 +85,9 @@ class Observations:
             for position in layout.active:
                 self._explored[position].append(probe)
 
-    def _note_short(self, seen: Timed | OutOfMemory) -> None:
-        """Reduce the limits by memory that others hold: the most ever seen, as they may take it again.
-
-        Once raced, a device has what it had in its last turn: in exploration, others may have been about to end.
-        """
-        raced = seen.probe.stage in ("race", "knobs", "check")
-        turn = seen.probe.turn if raced else BEFORE_THE_RACE
-        for position in range(self._problem.devices) if seen.short_bytes else seen.probe.layout.active:
-            size = seen.short_bytes[position] if seen.short_bytes else 0
-            last, most = self._short.get(position, (BEFORE_THE_RACE, 0))
-            if seen.probe.layout.shares[position] or size:
-                self._set_short(position, max((last, most), (turn, size)))
-
-    def _set_short(self, position: int, short: tuple[int, int]) -> None:
-        before = self.taken(position)
-        self._short[position] = short
-        if self.taken(position) != before:
-            self._refuted.clear()
-            self._devices.clear()
-            self.explored_version += 1
-
-    def taken(self, position: int) -> int:
-        """How many bytes of a device others hold."""
-        return self._short.get(position, (0, 0))[1]
-
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """Whether others hold as much of the device's memory as when a layout ran out of it."""
-        return (seen.short_bytes[position] if seen.short_bytes else 0) <= self.taken(position)
+        return held_by_others(position, seen) <= self._others.held(position)
 
     def _forget(self, seen: Observation) -> None:
         """Drop cached readings that this observation changes."""
@@ -179,11 +156,9 @@ class Observations:
 
     def _since_slower(self, layout: Layout, turns: Turns) -> Turns:
         """The turns without those from before a device of the layout was held back for good."""
-        return {
-            turn: one
-            for turn, one in turns.items()
-            if all(turn >= self._slower_from(i) or one.held_back(i) for i in layout.active)
-        }
+        slower = {i: turn for i in layout.active if (turn := self._slower_from(i))}
+        over = {turn for turn, one in turns.items() if any(turn < slower[i] and not one.held_back(i) for i in slower)}
+        return {turn: one for turn, one in turns.items() if turn not in over}
 
     def first_turn(self, layout: Layout) -> int:
         """The first turn that says how fast it is now."""
@@ -201,16 +176,13 @@ class Observations:
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
-        checks = {one.probe.turn: one for one in timed if one.probe.stage == "check" and not self._is_over(one)}
+        over = [i for one in timed[:1] for i in one.probe.layout.active if self.recovered(i)]
+        checks = {t.probe.turn: t for t in timed if t.probe.stage == "check" and not any(map(t.held_back, over))}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
         slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
         since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
         return {**checks, **since} if checks and slower else {}
-
-    def _is_over(self, seen: Timed) -> bool:
-        """Whether a device that was held back has recovered since."""
-        return any(seen.held_back(i) and self.recovered(i) for i in seen.probe.layout.active)
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """Its checks, and the turns after the first one: they had no part in choosing it."""
@@ -260,12 +232,12 @@ class Observations:
     def holds(self, position: int, seen: Timed) -> bool:
         """Whether the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return not self.taken(position) or used is None or limit is None or used <= limit
+        return not self._others.held(position) or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self.taken(position))
+        return None if limit is None else max(1, limit - self._others.held(position))
 
     # ------------------------------------------------------------------ failures and costs
 
@@ -319,7 +291,8 @@ class Observations:
 
     def recovered(self, position: int) -> bool:
         """Whether the device was raced, and not held back in its last turn."""
-        return [one.held_back(position) for one in self.raced(position)][-1:] == [False]
+        raced = self.raced(position)
+        return bool(raced) and not raced[-1].held_back(position)
 
     def raced(self, position: int, *stages: Stage) -> list[Timed]:
         """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""

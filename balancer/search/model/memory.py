@@ -13,6 +13,8 @@ from functools import cached_property
 
 import msgspec
 
+from evener.balancer.types import OutOfMemory, Timed
+
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up
 BLIND_GROWTH = 8  # from one batch to the next if memory is unknown or its line unsure
 FINE = 0.03  # relative: a gap between ran and failed below this is not narrowed further
@@ -23,7 +25,38 @@ TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the l
 SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
 BELIEVED = 0.7  # of the free memory: used if the line bends upwards
 UNBOUNDED = 1 << 30  # samples
+BEFORE_THE_RACE = -1
 DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding dominates
+
+
+class MemoryOfOthers:
+    """What others hold of each device: the most that was seen, as they may take it again.
+
+    Once raced, a device has what it had in its last turn: what others held in exploration may be free again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes)
+
+    def note(self, seen: Timed | OutOfMemory) -> bool:
+        """Take an observation; whether others hold more or less by it."""
+        probe = seen.probe
+        turn = probe.turn if probe.stage in ("race", "knobs", "check") else BEFORE_THE_RACE
+        before = {position: self.held(position) for position in range(len(probe.layout.shares))}
+        for position, share in enumerate(probe.layout.shares):
+            size = held_by_others(position, seen)
+            if share or size:
+                self._seen[position] = max(self._seen.get(position, (BEFORE_THE_RACE, 0)), (turn, size))
+        return any(self.held(position) != size for position, size in before.items())
+
+    def held(self, position: int) -> int:
+        """How many bytes of a device they hold."""
+        return self._seen.get(position, (BEFORE_THE_RACE, 0))[1]
+
+
+def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
+    """How many bytes of a device they held as a probe began."""
+    return seen.short_bytes[position] if seen.short_bytes else 0
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
