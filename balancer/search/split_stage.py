@@ -137,7 +137,8 @@ class SplitStage:
         for i in (layout := fastest.probe.layout).active:
             alone = [s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.traits.alone]
             best = max((one.throughput.high for one in alone), default=0.0)
-            tried = any(one.probe.layout.shares[i] == layout.shares[i] for one in alone)
+            seen = (one.probe.layout for one in self._seen.explored(i) if one.probe.layout.traits.alone)
+            tried = any(one.shares[i] == layout.shares[i] for one in seen)
             if layout.passes(i) == 1 and not tried and layout.shares[i] > best * (1 + OUTDONE) * fastest.high_seconds:
                 return Allocation(((i, layout.shares[i]),), fastest.step_seconds)
         return None

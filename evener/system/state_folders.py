@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import time
 from pathlib import Path
@@ -26,7 +25,9 @@ def runs_folder() -> Path:
 def new_run_id() -> str:
     """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last digit is random."""
     now = time.time()
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{secrets.token_hex(1)[0]}"
+    from secrets import token_hex  # loads hashlib, which monitors do without
+
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{token_hex(1)[0]}"
 
 
 def trusted_folder(folder: Path) -> Path:

@@ -72,10 +72,9 @@ if __name__ == "__main__":
     model, optimizer, loss = build()
     model = split.wrap(model)
     for _ in range(2):
-        for inputs, targets in loader:
+        for batch in loader:
             optimizer.zero_grad()
-            mean = loss(model(inputs.to(split.device)), targets.to(split.device))
-            mean.backward()
+            mean = split.step(batch, lambda part: loss(model(part.batch[0]), part.batch[1]))
             optimizer.step()
         print(f"rank {split.rank}: loss {mean.item():.3f}")
 """
