@@ -25,7 +25,7 @@ ABSENT = "not there"
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """What a host says of itself."""
+    """The results of one host's checks, and the versions and the script that it would train with."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]
@@ -84,7 +84,7 @@ def describe_host(own: str, hosts: Sequence[str], script: Path | None) -> HostRe
 
 
 def _check_interface(other: str) -> Check:
-    """By which interface gloo and NCCL reach another host."""
+    """Check the interface by which gloo and NCCL reach another host."""
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -131,7 +131,7 @@ def _compare_scripts(script: Path, by_host: Mapping[str, str]) -> tuple[Check, .
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Whether every host reaches ports of every other."""
+    """Check that every host reaches ports of every other."""
     if len(agents) < 2:
         return ()
     remedy = f"Open the ports between the hosts: {RENDEZVOUS_PORT}, and those that the system chooses."

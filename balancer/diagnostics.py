@@ -68,7 +68,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """One that works is enough: what is wrong with the other is then a note."""
+    """Check the frameworks; one that works is enough, and what is wrong with the other is then a note."""
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
     if all(check.level == "problem" for check in found):
@@ -94,7 +94,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """Whether a framework that works sees all GPUs of the driver."""
+    """The check that a framework that works sees all GPUs of the driver."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(filter(None, (backend.visible_variable for backend in all_backends())))

@@ -14,7 +14,7 @@ CLOSE_SECONDS = 5.0
 class EventThread:
     """Does `_work`: it reports by `_events.put`, waits for `_going` before it begins anything, and ends at `_halt`.
 
-    A signal that interrupts whoever reads the events doesn't break it: the handler calls `stop` and goes on reading.
+    A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`, and reading goes on.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class EventThread:
     def _next_event(self) -> Event | None:
         event = self._events.get()
         if event is None:
-            self._events.put(None)  # for whoever reads on
+            self._events.put(None)  # for a reader that goes on
         if isinstance(event, BaseException):
             raise event
         return event

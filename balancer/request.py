@@ -67,7 +67,7 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are dealt by what they cost: that takes passes, and PyTorch's loader."""
+    """True if rows of unequal length are assigned by what they cost: that takes passes, and PyTorch's loader."""
     possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
     return possible and find_objective(request.objective).uses_lengths
 

@@ -131,12 +131,12 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """From any thread."""
+        """Report progress, from any thread."""
         self._running[progress.probe] = progress
         self._events.put(progress)
 
     def _hopeless(self, seen: Observation) -> bool:
-        """Whether the workload's own code failed before anything ran, as it would on every device."""
+        """True if the workload's own code failed before anything ran, as it would on every device."""
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._run.record.observations)
 
@@ -169,7 +169,7 @@ class Session(EventThread):
             raise RequestError(message, "Leave --objective out, or choose other devices.")
 
     def _learn(self, facts: Facts, at: float) -> None:
-        """What children say of themselves; RequestError if tokens are to be counted and rows have none."""
+        """Take the facts that children report; RequestError if tokens are to be counted and rows have none."""
         self._run.write(FactsEntry(facts))
         self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
         if find_objective(self._header.request.objective).needs_lengths and not facts.lengths:
@@ -179,7 +179,7 @@ class Session(EventThread):
             raise RequestError(message, "Leave --objective out, or see evener help workload.")
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """They end running probes when the budget and its grace are over; in virtual time the search keeps to it."""
+        """Set alarms that end running probes after the budget and its grace; no need in virtual time."""
         budget = self._header.request.budget_seconds
         if budget is None or self._run.job.machine is not None:
             return []
@@ -197,7 +197,7 @@ class Session(EventThread):
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
         """The time is over, unless a probe is in one of the `spared` phases.
 
-        Where nothing has ended yet, the workload is built first: an error there is what the user should hear.
+        If nothing has ended yet, the workload is built first: the user should hear of an error there.
         """
         while not self._run.record.observations and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):

@@ -89,7 +89,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _with(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """What runs, with the newest report of one probe."""
+    """The running probes, with the newest report of one of them."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -158,14 +158,14 @@ class RivalRate(NamedTuple):
         return Interval(self.samples_per_second, self.low, self.high)
 
     def gain_of(self, other: RivalRate) -> float | None:
-        """By how much another layout is faster, by the printed rates or as measured in turn; None: not comparable."""
+        """The gain of another layout by the printed rates, or as measured in turn; None if they can't be compared."""
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
         return printed_gain(other.samples_per_second, self.samples_per_second) if self.paired is None else self.paired
 
     @property
     def where(self) -> str:
-        """820+568, or GPU:0 at 1024."""
+        """The batches, and the device if it is one of several: 820+568, or GPU:0 at 1024."""
         batches = "+".join(str(batch) for batch in self.batches if batch)
         return f"{self.device} at {batches}" if self.device else batches
 
@@ -198,7 +198,7 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
 
 
 def _same_way(one: Layout, other: Layout) -> bool:
-    """Whether they are one layout, or one device at two batches."""
+    """True if both are one layout, or one device at two batches."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 

@@ -1,6 +1,6 @@
 """The nouns of a session: what can be measured, and what came of it. Frozen data, no behaviour beyond arithmetic.
 
-Devices are positions in the request (0 .. K-1); whoever drives a session knows which device a position is.
+Devices are positions in the request (0 .. K-1); the caller of a session knows which device a position is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def traits(self) -> Traits:
-        """What follows from its kind."""
+        """The traits of the layout's kind."""
         return KINDS[self.kind]
 
     @property
@@ -95,7 +95,7 @@ class Probe(msgspec.Struct, frozen=True):
 
     layout: Layout
     stage: Stage
-    seconds: float  # measure for at most so long, warm-up not counted
+    seconds: float  # to measure for at most, warm-up not counted
     turn: int = 0
     whole: bool = False  # measure for all of that time, however soon the figure is sure
     steps: int = 0  # instead of a time: measure so many steps; `seconds` then bounds the warm-up alone
@@ -163,7 +163,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         return self.start_seconds - self.import_seconds
 
     def held_back(self, position: int = -1) -> bool:
-        """Whether a device is known to have held itself back meanwhile; with a position, whether that one did."""
+        """True if a device, or the one at `position`, is known to have been throttled during the measurement."""
         slowed = [one.device for one in self.warnings if one.code == "throttled" and one.device >= 0]
         return position in slowed or (position < 0 and bool(slowed))
 

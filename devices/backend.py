@@ -73,7 +73,7 @@ class Backend(Protocol):
         return choose_devices(self.list_devices(), terms, self.visible_variable, variables)
 
     def open_source(self, found: Discovery) -> Source:
-        """A source that samples these devices for the monitor; DeviceError if the driver has gone meanwhile."""
+        """A source that samples these devices for the monitor; DeviceError if the driver has gone since."""
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
         """A child's start on these devices alone with "tensorflow", "torch" or "none"; DeviceError if it can't be."""

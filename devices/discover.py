@@ -39,7 +39,7 @@ def discover(
 
 
 def open_source(discovery: Discovery) -> Source:
-    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone meanwhile."""
+    """A source that samples these devices; its owner closes it. DeviceError if the driver has gone since."""
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
         from evener.devices.cluster.source import ClusterSource

@@ -22,7 +22,7 @@ class Listing(msgspec.Struct, frozen=True):
     """The devices of one kind that a driver lists, and notes on those that don't answer."""
 
     devices: tuple[Device, ...]
-    used_bytes: dict[str, int | None] = {}  # by id: what whoever has it now uses
+    used_bytes: dict[str, int | None] = {}  # by id: the memory in use on it now
     notes: tuple[str, ...] = ()
     driver: str = ""  # its version; empty if it doesn't say
 

@@ -56,7 +56,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """A source that samples devices of this machine; DeviceError if their driver has gone meanwhile."""
+    """A source that samples devices of this machine; DeviceError if their driver has gone since."""
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 
 

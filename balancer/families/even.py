@@ -34,7 +34,7 @@ class EvenFamily(Family):
         return view.even_splits
 
     def count_groups(self, offer: Offer, devices: int) -> int:
-        """One for each number of devices."""
+        """The number of process groups: one for each number of devices."""
         return len(device_counts(devices))
 
     def title(self, layout: Layout, devices: int) -> str:

@@ -1,4 +1,4 @@
-"""What a family of layouts says of itself, and what a search shows it."""
+"""The interface of a family of layouts, and the parts of the machine and the search that it may look at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Offer(Protocol):
-    """What the machine and the workload offer to families."""
+    """The ways of running trainings that the machine and the workload offer to families."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -31,23 +31,23 @@ class Offer(Protocol):
 
     @property
     def pack_modes(self) -> tuple[PackMode, ...]:
-        """How several trainings can share a device."""
+        """The ways in which several trainings can share a device."""
 
 
 class View(Protocol):
-    """What exploration found, as far as families choose their layouts by it; lists have the best first."""
+    """The findings of exploration by which families choose their layouts; lists have the best first."""
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
 
     @property
     def options(self) -> Offer:
-        """What was asked for."""
+        """The families that were asked for, and what the machine offers them."""
 
     @property
     def by_rows(self) -> bool:
-        """Whether devices take rows as they come; False where rows are dealt by what they cost."""
+        """True if devices take rows in the order of the data; False if rows are assigned by what they cost."""
 
     @property
     def common_batch(self) -> int | None:
@@ -90,15 +90,15 @@ class Family(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What is the same of all its layouts."""
+        """The traits that all layouts of the family share."""
         return KINDS[self.kind]
 
     @abstractmethod
     def layouts(self, view: View) -> Sequence[Layout]:
-        """Its layouts for the race, the best first."""
+        """The family's layouts for the race, the best first."""
 
     def count_groups(self, offer: Offer, devices: int) -> int:
-        """How many groups of processes measure all its layouts once; families of one kind share them."""
+        """The number of process groups that measure all layouts of the family once; families of one kind share them."""
         return 1
 
     def title(self, layout: Layout, devices: int) -> str:

@@ -17,7 +17,7 @@ def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | No
 
 
 class PackFamily(Family):
-    """As many trainings as get most out of a device."""
+    """The number of trainings that together get the most out of one device."""
 
     name = kind = "pack"
     simplicity = 4

@@ -19,7 +19,7 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """One family more; with the traits of its layouts, if they are of a kind of their own."""
+    """Add a family; with the traits of its layouts if they are of a kind of their own."""
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits

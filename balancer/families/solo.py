@@ -21,5 +21,5 @@ class SoloFamily(Family):
         return view.singles
 
     def count_groups(self, offer: Offer, devices: int) -> int:
-        """None more: every search measures one device alone."""
+        """The number of process groups that this family adds: none, as every search measures one device alone."""
         return 0

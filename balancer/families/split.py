@@ -25,6 +25,6 @@ class SplitFamily(Family):
         return view.splits
 
     def sentences(self) -> dict[str, str]:
-        """What to do also where rows are dealt by cost: then it is the cost that is split."""
+        """The family's sentences, with another advice for rows that are assigned by cost: there the cost is split."""
         by_cost = "Split the cost of each batch {ratios:ratios} over {devices:and} ({samples} samples){knobs:with}"
         return {**super().sentences(), "advice.cost": by_cost}

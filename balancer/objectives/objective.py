@@ -1,4 +1,4 @@
-"""What an objective says of itself."""
+"""The interface of an objective."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # without the devices' power it can't be counted
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """How much of it a layout has that trained so fast in these measurements; 0 where that isn't known."""
+        """The objective's value for a layout that trained at this rate in these measurements; 0 if it is unknown."""
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """What each device costs in a second that it trains, and in one that others do; nothing where that is unknown.
+        """The cost of each device for a second that it trains and for one that only others do; empty if unknown.
 
         The value of a split is predicted as its samples/s over the sum of these.
         """

@@ -13,7 +13,7 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAM
 
 
 def add(objective: Objective) -> None:
-    """One objective more."""
+    """Add an objective."""
     OBJECTIVES[objective.name] = objective
 
 

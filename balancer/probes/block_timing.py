@@ -64,7 +64,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes took a part of its cores."""
+        """True if other processes took a noticeable part of the cores' time in this block."""
         return self.cpu_share is not None and self.cpu_share < DISTURBED
 
 
@@ -93,7 +93,7 @@ class BlockTimer:
 
     @property
     def phase(self) -> str:
-        """For display: warming up | measuring."""
+        """The phase to display: warming up | measuring."""
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
@@ -105,7 +105,7 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _cannot_pay(self) -> bool:
-        """Whether one step takes longer than all of the probe was meant to: then that step is its figure."""
+        """True if one step takes longer than the whole probe was meant to: that step is then its figure."""
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
@@ -173,7 +173,7 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Of the next block; in a whole run they grow with those done, and the last block ends as asked."""
+        """The steps of the next block; a whole run's blocks grow with the steps done, up to the steps asked for."""
         if not self._whole:
             return self._steps
         done = self._done()
@@ -230,7 +230,7 @@ class BlockTimer:
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """Whether the peak memory of a device, in bytes, rose by more than 1 % in a block; False where it is unknown.
+    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block; False if it is unknown.
 
     The kernel's work for new pages shows: on a virtual machine 16 us for each 4 KiB, 70 % of a step of 0.36 s.
     """
@@ -243,9 +243,9 @@ def _interval(blocks: Sequence[Block]) -> Interval:
 
 
 def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
-    """Whether a probe would stay rough to its end, if this part of its time shows the noise from block to block.
+    """True if a probe would stay rough to its end, judging by the noise between the blocks so far.
 
-    The median of the gaps doesn't see that the speed changed once: that is no noise, and needs all of the time.
+    The median of the gaps doesn't show a single change of speed: that isn't noise, and needs all of the time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -260,7 +260,7 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """How much the later half's mean differs from the earlier one's, and whether that is more than noise."""
+    """The difference between the later half's mean and the earlier one's, and whether it is more than noise."""
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False
     half = len(means) // 2

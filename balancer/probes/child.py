@@ -110,12 +110,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process; 0 until it runs."""
+        """The process id of the child; 0 until it runs."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it hasn't ended."""
+        """True until the child has ended."""
         return self._process.returncode is None
 
     @property
@@ -124,7 +124,7 @@ class Child:
         return b"".join(self._stderr).decode(errors="replace") + self._process.read_log()
 
     def find_stack(self) -> Stack | None:
-        """Where it is now, once it has said that it is ready; None if it doesn't answer."""
+        """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
         self._process.send_signal(SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
         while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
@@ -132,11 +132,11 @@ class Child:
         return stack
 
     def find_loss(self) -> str:
-        """Why its host doesn't answer; empty, as this one does."""
+        """The reason why the child's host doesn't answer; empty, as this machine does."""
         return ""
 
     def end(self) -> None:
-        """Kill it and its process group now; safe to call twice."""
+        """Kill the child and its process group now; safe to call twice."""
         self._process.kill()
         if self.pid:
             self._process.wait(WAIT_SECONDS)
@@ -192,7 +192,7 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """How many processes the kernel has killed for memory since boot; 0 where it does not say."""
+    """The number of processes that the kernel has killed for memory since boot; 0 if it does not say."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

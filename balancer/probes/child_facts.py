@@ -1,4 +1,4 @@
-"""What children say of themselves, gathered for the plan's fingerprint and the search."""
+"""Facts that children report about themselves, gathered for the plan's fingerprint and the search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FRAMEWORKS = ("tensorflow", "keras", "torch")
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """With what one more child has found; `engine` is how its split is kept in step, empty if it is none.
+    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a split.
 
     The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
     """

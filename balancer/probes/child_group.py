@@ -38,7 +38,7 @@ class StoppedError(Exception):
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """How one rank failed."""
+    """The failure of one rank, with its cause."""
 
     rank: int
     cause: Cause
@@ -50,7 +50,7 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether its words are those of a rank that stopped because another one did."""
+        """True if the message is one of a rank that stopped because another rank did."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
@@ -70,7 +70,7 @@ class GroupError(Exception):
 
 
 class RankMap(msgspec.Struct, frozen=True):
-    """Where a group's ranks lie on the devices of the request."""
+    """The positions of a group's ranks among the devices of the request."""
 
     positions: tuple[int, ...]  # in rank order; of one child over several devices, in its own order of devices
     one_process: bool = False  # one child over all positions
@@ -149,7 +149,7 @@ class ChildGroup:
 
     @property
     def alive(self) -> bool:
-        """Whether every child still runs."""
+        """True if every child still runs."""
         return all(child.alive for child in self.children)
 
     def end(self) -> None:
@@ -186,14 +186,14 @@ class ChildGroup:
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """What a child's end says about its rank, in one line."""
+    """The failure of a rank whose child has ended, by its exit code and last output."""
     memory = exit_causes.exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = exit_causes.describe_exit(end.code)
     return RankFailure(rank, cause, words, memory, output=end.output)
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:
-    """What an exception in a child says about its rank, in one line."""
+    """The failure of a rank whose child reported an exception, in one line."""
     memory = exit_causes.error_is_memory(error.types, error.text)
     words = exit_causes.one_line(error.text)
     if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):

@@ -108,7 +108,7 @@ class ChildProber:
             raise errors[0]
 
     def profile(self, layout: Layout, steps: int, stop: threading.Event) -> Profiled | str:
-        """What moves between devices in steps of a layout, according to its first process; or why that is unknown."""
+        """The transfers between devices in steps of a layout, by its first process; or why they are unknown."""
         probe = Probe(layout, "race", 0.0)
         self._free_memory((probe,))
         try:
@@ -133,7 +133,7 @@ class ChildProber:
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """What the children have reported so far."""
+        """The facts that the children have reported so far."""
         return self._facts
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:
-        """What others hold of each device's memory; empty for nothing. `clean`: no child of this layout runs."""
+        """The bytes of each device's memory that others hold; empty for none. `clean`: no child of this layout runs."""
         if key.traits.side_by_side:
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
@@ -257,7 +257,7 @@ class ChildProber:
         return group
 
     def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
-        """How a child is started; GroupError if it needs an MPS daemon and none can be started."""
+        """The environment of a child; GroupError if it needs an MPS daemon and none can be started."""
         mps = key.traits.side_by_side and key.placement == "mps"
         try:
             return self._hosts.find(devices[0]).make_environment(devices, mps)
@@ -300,7 +300,7 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: GroupKey, failure: RankFailure) -> tuple[int, ...]:
-        """Where a rank has failed; empty if its process has several devices and named none."""
+        """The devices on which a rank has failed; empty if its process has several devices and named none."""
         if not runs_in_one_process(self._resolved, key):
             return (key.positions[failure.rank % len(key.positions)],)
         if len(key.positions) == 1:

@@ -1,4 +1,4 @@
-"""What an exception, an exit code or a signal of a child means: out of memory, or something else. Pure.
+"""The meaning of a child's exception, exit code or signal: out of memory, or something else. Pure.
 
 The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU allocators. Kills by
 the kernel for lack of memory are counted by the kernel itself.
@@ -39,7 +39,7 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:
-    """Whether an exception with these class names and this text means that memory ran out."""
+    """True if an exception with these class names and this text means that memory ran out."""
     lowered = text.lower()
     if any(sign in lowered for sign in _NOT_MEMORY):
         return False
@@ -47,13 +47,13 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """Whether an error's text speaks of a GPU or its libraries, so that it may be one device's own."""
+    """True if an error's text mentions a GPU or its libraries, so that the fault may be that of one device."""
     lowered, makers = text.lower(), [word for backend in all_backends() for word in backend.device_words]
     return any(sign in lowered for sign in (*_HARDWARE, *makers))
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
-    """Whether a child that ended with `code` (negative: by a signal) ran out of memory.
+    """True if a child that ended with `code` (negative: by a signal) ran out of memory.
 
     `cap_share` is the part of its memory cap that it held when last sampled (0: no cap).
     """

@@ -166,7 +166,7 @@ def import_first(names: Sequence[str]) -> None:
 
 
 def _has_started_driver() -> bool:
-    """Whether a device's driver runs in this process, which then can't be forked."""
+    """True if a device's driver runs in this process, which then can't be forked."""
     names = [name for backend in all_backends() for name in backend.driver_files]
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

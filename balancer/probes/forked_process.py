@@ -35,29 +35,29 @@ class ForkedProcess:
         self.theirs = stdin, stdout, self._stderr
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or so long."""
+        """Wait until the process has ended, for at most `seconds`."""
         self._ended.wait(seconds)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal; before it runs, the server that still imports gets it."""
+        """Send the process a signal; before it runs, the server that still imports gets the signal."""
         self._server.send_signal(self._key if self.pid else None, number)
 
     def kill(self) -> None:
-        """Kill it and its process group."""
+        """Kill the process and its process group."""
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
 
     def read_log(self) -> str:
-        """What its server has written, as long as that still imports."""
+        """The output of the fork server while the process waits for the server's imports; empty after that."""
         waits = not self.pid and self.returncode is None
         return self._server.read_log().decode(errors="replace") if waits else ""
 
     def begin(self, pid: int) -> None:
-        """The server says that it runs."""
+        """Record that the process runs, as its server says, and close this side's copy of its stderr."""
         self.pid = pid
         self._close_stderr()
 
     def finish(self, code: int, output: bytes = b"") -> None:
-        """It has ended; `output` is what its server wrote before it could be started."""
+        """Record that the process has ended; `output` is what its server wrote before it could be started."""
         if self._stderr >= 0 and output:
             os.set_blocking(self._stderr, False)
             with suppress(OSError):
@@ -67,7 +67,7 @@ class ForkedProcess:
         self._ended.set()
 
     def close(self) -> None:
-        """Close its pipes, which nobody reads."""
+        """Close the pipes of the process when nobody will read them."""
         self._close_stderr()
         for stream in (self.stdin, self.stdout, self.stderr):
             stream.close()
@@ -99,7 +99,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True if the server still runs."""
         return self._process.poll() is None
 
     def start(self, variables: Mapping[str, str]) -> ForkedProcess:
@@ -134,7 +134,7 @@ class ServerProcess:
         return b""
 
     def close(self) -> None:
-        """End it, and all of its children that still run; safe to call twice."""
+        """End the server and all of its children that still run; safe to call twice."""
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
         if self._has_forked:  # it doesn't import now, and so notices at once

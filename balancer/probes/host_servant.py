@@ -1,4 +1,4 @@
-"""What runs on another host for a session there: the same host as on one machine, its children known by keys."""
+"""The side of a session that runs on another host: a LocalHost there, with a key for each of its children."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HostServant:
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """What children have sent, with their keys; waits for a message."""
+        """The messages that children have sent, with the children's keys; waits a limited time for the first one."""
         messages: list[tuple[int, Message]] = []
         deadline = time.monotonic() + RECEIVE_SECONDS
         while not messages and time.monotonic() < deadline:
@@ -60,7 +60,7 @@ class HostServant:
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """Where a child is now."""
+        """The stack of a child as it is now."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:

@@ -34,7 +34,7 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Where a group's ranks can meet, each on its device's host: over loopback if that is one host."""
+        """The addresses where a group's ranks can meet, each on its device's host; on loopback if there is one host."""
         counts = Counter(device.host for device in devices)
         free = {
             name: iter(self._by_name[name].find_addresses(count, name if len(counts) > 1 else LOOPBACK))
@@ -48,7 +48,7 @@ class Hosts:
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        """The drivers' present readings, by position; GroupError if a device is gone or its driver silent for long."""
         return {i: vitals for host in self._among(positions) for i, vitals in host.read(positions).items()}
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What disturbs a probe from outside: heat and power limits, memory that others hold, a device that goes away.
+"""Disturbances of a probe from outside: heat and power limits, memory that others hold, a lost device.
 
 GPUs are asked through the driver, between timed blocks only. For CPU slices, the host's free memory is known.
 """
@@ -149,7 +149,7 @@ class DriverReader(Protocol):
 
 
 class ProbeInterference:
-    """What held the devices of one probe back, from one block to the next; what they and idle ones drew.
+    """The limits that held one probe's devices back in each block, and the power that these and idle devices drew.
 
     `idle`: readings of devices that are left out, from before the probe.
     """
@@ -172,7 +172,7 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """From the beginning until the last block, by position; those that tell no energy are left out."""
+        """The mean power by position from the start to the last block; devices that report no energy are left out."""
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
             first = self._first.get(position, last)
@@ -182,7 +182,7 @@ class ProbeInterference:
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """What the drivers say of devices that are left out; nothing if one has gone, as that doesn't concern a probe."""
+    """The drivers' readings of devices that a probe leaves out; empty if one is gone, as that doesn't concern it."""
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
     return {}
@@ -196,7 +196,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """How much use of a GPU may be the driver's own."""
+    """The bytes in use on a GPU that may be the driver's own."""
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
@@ -209,7 +209,7 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """By how much a counter of seconds rose between two readings, over the time between; 0 where it is unknown."""
+    """The rise of a counter of seconds between two readings over the time between them; 0 if it is unknown."""
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0
     first, last = getattr(before, counter), getattr(now, counter)

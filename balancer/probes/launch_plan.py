@@ -1,4 +1,4 @@
-"""Which children a layout needs, and the command to build that each of them gets."""
+"""The children that a layout needs, and the build command for each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_PROCESS = ("towers", "mirrored")  # engines in which one process drives all 
 
 
 class GroupKey(msgspec.Struct, frozen=True):
-    """Which children can run a layout: its devices and how it lies on them, but not its sizes."""
+    """The key of the children that can run a layout: its devices and how it lies on them, but not its sizes."""
 
     kind: str
     positions: tuple[int, ...]
@@ -35,7 +35,7 @@ class GroupKey(msgspec.Struct, frozen=True):
 
     @property
     def traits(self) -> Traits:
-        """What follows from the layout's kind."""
+        """The traits of the layout's kind."""
         return KINDS[self.kind]
 
     @classmethod
@@ -45,7 +45,7 @@ class GroupKey(msgspec.Struct, frozen=True):
 
 
 def choose_engine(resolved: Job, key: GroupKey) -> str:
-    """How a split over these devices is kept in step; empty for a layout without a choice."""
+    """The engine that keeps a split over these devices in step; empty for a layout without a choice."""
     engine = resolved.request.engine
     if not key.traits.together:
         return ""
@@ -59,7 +59,7 @@ def choose_engine(resolved: Job, key: GroupKey) -> str:
 
 
 def runs_in_one_process(resolved: Job, key: GroupKey) -> bool:
-    """Whether one process drives all of its devices."""
+    """True if one process drives all devices of the group."""
     return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
 
 
@@ -75,7 +75,7 @@ def assign_devices(resolved: Job, key: GroupKey) -> list[list[Device]]:
 def map_ranks(
     resolved: Job, key: GroupKey, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
 ) -> RankMap:
-    """Where those children lie on the devices; `busy_cores` by position, as far as solo probes have shown."""
+    """The positions of a group's ranks; `busy_cores` by position, as far as solo probes have shown."""
     threads = environments[0].threads or 1
     positions = key.positions * key.processes
     return RankMap(
@@ -95,7 +95,7 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """What each child has to build; a group's ranks meet at `peers`, an address for each."""
+    """The build command of each child; a group's ranks meet at `peers`, one address for each."""
     request, grouped = resolved.request, bool(peers)
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):

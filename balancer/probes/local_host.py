@@ -71,7 +71,7 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """What forks the children that agree in all variables that count while the framework is imported."""
+        """The server that forks children whose variables that matter during the framework's import are equal."""
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {name: text for name, text in environment.variables.items() if not name.startswith(late)}
         key = frozenset(before.items())
@@ -86,7 +86,7 @@ class LocalHost:
             server.close()
 
     def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
-        """So many ports of an address of this machine that are free at this moment."""
+        """`count` addresses with ports that are free on this machine at this moment."""
         return tuple(f"{address}:{port}" for port in find_free_ports(count, address))
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
@@ -94,7 +94,7 @@ class LocalHost:
         self.monitor.wait_for_drivers(positions, stop)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """What the drivers say now; GroupError if a device is gone, or its driver silent for long."""
+        """The drivers' present readings, by position; GroupError if a device is gone or its driver silent for long."""
         return self.monitor.read(positions)
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:

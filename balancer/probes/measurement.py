@@ -27,11 +27,11 @@ REPORT_SECONDS = 0.2  # between two reports on one probe
 BLOCK_SLACK = 20.0  # a block may take so many times what it should
 CHUNKS = 8  # per block of a pack: how often each training looks at the clock
 PACK_STEPS = 4  # of each training in a block, as they don't end together,
-LONGEST_PACK_SECONDS = 2.0  # as far as so much time has them
+LONGEST_PACK_SECONDS = 2.0  # as far as there is that much time
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """How long each phase may take before the child counts as hung; seconds."""
+    """The seconds that each phase may take before the child counts as hung."""
 
     build: float = 600.0  # each of both: imports of a framework on a slow disk, and the model
     prepare: float = 600.0  # tracing, autotuning, compiling
@@ -39,7 +39,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """What the ranks have to prepare for a layout."""
+    """The command that makes the ranks prepare a layout."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -59,25 +59,25 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """A new phase is always reported."""
+        """Begin a phase; a new one is always reported."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """The figures so far."""
+        """Take the figures so far, and report them if a report is due."""
         self._figures = rate, relative
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Where it was when it was stopped; `note` says more."""
+        """Report where a child was when it was stopped; `note` says more."""
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
         self._report(ProbeProgress(self._probe, phase, *self._figures, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """The last figures again, with the time that has passed."""
+        """Report the last figures again, with the time that has passed, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(ProbeProgress(self._probe, self.phase, *self._figures, self._now(), at - self._entered))
@@ -181,13 +181,13 @@ class Measurement:
         return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """So many steps; trainings of a pack run for the same time instead, so none idles while another works."""
+        """The command to run `steps` steps; a pack's trainings run for equal time instead, so that none idles."""
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
         return RunSteps(max(1, steps // CHUNKS), min(max(steps, PACK_STEPS) * step_seconds, LONGEST_PACK_SECONDS))
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """The group's block is as long as its slowest rank's."""
+        """The block of the whole group, as long as that of its slowest rank."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._as_usual(ran)
@@ -205,7 +205,7 @@ class Measurement:
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """The times that the same steps would take with as many tokens as the data have on average.
 
-        Else how long the texts of a block happen to be would be noise.
+        Otherwise the lengths of the texts that a block happens to have would be noise.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -217,7 +217,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """Of each rank in a step, over all blocks."""
+        """The mean work of each rank in a step, over all blocks."""
         ranks = zip(*self._work, strict=True)
         return [Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True))) for each in ranks]
 

@@ -1,4 +1,4 @@
-"""Which idle children must end because a coming probe needs their memory.
+"""The choice of idle children that must end because the next probe needs their memory.
 
 PyTorch's children give their cache back while they rest, and say what they keep. TensorFlow's allocator keeps what it
 once had: such an idle child still holds its peak, and somewhat more.
@@ -22,7 +22,7 @@ HeldBytes = Mapping[GroupKey, Mapping[int, int]]  # group -> position -> peak by
 
 
 class MemoryBudget:
-    """What processes were seen to hold, by position and rows of a pass, and what each device has left for them."""
+    """The memory that processes were seen to hold, by position and rows per pass, and what each device has left."""
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
         self._devices, self._available_bytes = devices, available_bytes  # the latter: of the host with the least
@@ -30,15 +30,15 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """What a process holds after it used so much at its peak."""
+        """The bytes that an idle process still holds if its peak was `peak_bytes`."""
         return round(peak_bytes * KEPT) if find_backend(self._devices[position].kind).own_memory else peak_bytes
 
     def record_held(self, position: int, rows: int, held_bytes: int) -> None:
-        """A process held so much for passes of so many rows."""
+        """Record that a process held `held_bytes` for passes of `rows` rows."""
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
-        """Other users hold so much of the device's memory."""
+        """Record the bytes of a device's memory that other users hold."""
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[GroupKey]:
@@ -66,7 +66,7 @@ class MemoryBudget:
         return min((round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None)
 
     def _is_tight(self, position: int, need: int | None, wanted: set[GroupKey], idle: HeldBytes) -> bool:
-        """Whether a GPU can't hold the idle children and one that needs so much; an unknown need is all of it."""
+        """True if a GPU can't hold the idle children beside one that needs this much; an unknown need is all of it."""
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
             return False  # each slice has its own cap

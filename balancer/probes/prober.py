@@ -18,7 +18,7 @@ Report = Callable[[ProbeProgress], None]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What was measured with, for the plan's fingerprint; it grows as probes run."""
+    """The software and data that probes ran with, for the plan's fingerprint; it grows as probes run."""
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""

@@ -44,7 +44,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty: each share is one.
 
-    With `costs`, rows are dealt by their length, in passes of at most `tokens`; with `length`, all rows have that.
+    With `costs`, rows are assigned by length, in passes of at most `tokens`; with `length`, all rows have that one.
     """
 
     shares: tuple[int, ...]
@@ -55,14 +55,14 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """Run so many steps as one timed block, and repeat them until `seconds` have passed."""
+    """Run `steps` steps as one timed block, and repeat the block until `seconds` have passed."""
 
     steps: int
     seconds: float = 0.0
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Run so many steps, then as many again under the framework's profiler."""
+    """Run `steps` steps, then as many again under the framework's profiler."""
 
     steps: int
 
@@ -105,7 +105,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):
-    """What moved between devices in the profiled steps, and how long as many steps took without the profiler."""
+    """The transfers between devices in the profiled steps, and the seconds of as many steps without the profiler."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     seconds: Seconds

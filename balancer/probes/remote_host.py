@@ -23,8 +23,8 @@ from evener.devices.cluster.agents import HostLostError, find_agent
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals
 
-SILENT_SECONDS = 15.0  # a host that says nothing for so long has gone;
-ANSWER_SECONDS = 3.0  # or for so long, when a rank elsewhere has failed
+SILENT_SECONDS = 15.0  # a host that is silent for longer has gone;
+ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has failed
 
 
 class RemoteChild:
@@ -40,25 +40,25 @@ class RemoteChild:
         self._host.post("send", self._key, command)
 
     def sample_memory(self) -> None:
-        """Its host does that."""
+        """Do nothing: the child's own host samples its memory."""
 
     def find_stack(self) -> Stack | None:
-        """Where it is now; None if it doesn't answer."""
+        """The stack of the child as it is now; None if it doesn't answer."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
         return None
 
     def find_loss(self) -> str:
-        """Why its host doesn't answer; empty if it does."""
+        """The reason why the child's host doesn't answer; empty if it does."""
         return self._host.find_loss()
 
     def end(self) -> None:
-        """Kill it now."""
+        """Kill the child now."""
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """It, or its host's end, has said this."""
+        """Take a message from the child, or one that says that its host has gone."""
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
@@ -110,7 +110,7 @@ class RemoteHost:
                 self.ask("end", key)
 
     def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
-        """How a child is started there."""
+        """The environment that a child is started with on the remote host."""
         found: ChildEnvironment = self.ask("local.make_environment", tuple(devices), mps)
         return found
 
@@ -127,14 +127,14 @@ class RemoteHost:
                 raise StoppedError
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """What its GPUs' drivers say now."""
+        """The drivers' present readings of the remote host's GPUs among `positions`."""
         found: Mapping[int, Vitals] = {}
         if self._gpus.intersection(positions):
             found = self.ask("local.read", tuple(positions))
         return found
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """What others hold of its devices' memory."""
+        """The bytes of memory that other processes hold on the remote host's devices, by position."""
         found: dict[int, int] = self.ask("local.measure_short", tuple(positions), set(clean))
         return found
 

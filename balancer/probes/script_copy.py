@@ -71,7 +71,7 @@ class WrittenScript:
 
     @property
     def path(self) -> str:
-        """Where the script is here."""
+        """The path of the script on this machine."""
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:

@@ -58,7 +58,7 @@ class SimulatedProber:
         return self._clock
 
     def facts(self) -> Facts:
-        """A digest of the machine, which stands for the workload too."""
+        """A digest of the machine, which serves as the workload's too."""
         digest = blake2b(msgspec.json.encode(self._machine), digest_size=8).hexdigest()
         return Facts(engine="simulated", workload_digest=digest)
 
@@ -67,7 +67,7 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced; False if it was stopped meanwhile."""
+        """Advance the clock to `virtual`, in real time if paced; False if it was stopped before that."""
         until = time.monotonic() + max(0.0, virtual - self._clock) * self._pace
         while self._pace and (left := until - time.monotonic()) > 0:
             if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
@@ -173,7 +173,7 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Of each device; unknown for one that another probe uses, or whose power isn't written down."""
+        """The power of each device; None if another probe uses it, or its power isn't written down."""
         layout, found = self._probe.layout, list[float | None]()
         if layout.traits.placed:  # how busy its parts are isn't written down either
             return ()
@@ -196,7 +196,7 @@ class _SimulatedProbe:
         return step + max(filter(None, held)) - max(filter(None, parts)), held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """By how much the device that is held back most is slower, and its position; -1 if none is."""
+        """The slowdown of the device that is held back most, and its position; -1 if none is."""
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1

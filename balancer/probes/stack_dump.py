@@ -1,4 +1,4 @@
-"""Where a silent child is, by the stack that it writes to standard error when it gets `SIGNAL`. Pure.
+"""The place where a silent child is, by the stack that it writes to standard error on `SIGNAL`. Pure.
 
 `faulthandler` writes it without the interpreter's help, so it also comes from a child that loops, waits or computes.
 """

@@ -98,7 +98,7 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def rest(self) -> None:
-        """Nothing is trained now, as far as the monitor is concerned."""
+        """Tell the monitor that nothing is trained now."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
@@ -226,7 +226,7 @@ def _prepare_rows(workload: Workload, command: protocol.Prepare) -> None:
 
 
 def _read_work(workload: Workload) -> Work | None:
-    """What all its steps computed; None for a workload without lengths."""
+    """The work of all steps so far; None for a workload without lengths."""
     read = getattr(workload, "work", None)
     return None if read is None else cast(TextWorkload, workload).work()
 
@@ -282,7 +282,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Each line; `idle` is called when none has come for a while."""
+    """The lines as they arrive; `idle` is called when none has come for a while."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()

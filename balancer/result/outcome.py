@@ -160,7 +160,7 @@ def find_failures(search: Search, devices: int) -> Iterator[Finding]:
 
 
 def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
-    """What the chosen layout has of an objective that decided against speed."""
+    """Findings on the chosen layout's value of the objective, where the objective decided against speed."""
     objective, own = find_objective(search.problem.objective), search.value(chosen)
     if not objective.trades_speed or not own:
         return
@@ -175,7 +175,7 @@ def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
 
 
 def find_unequal_rows(search: Search) -> Iterator[Finding]:
-    """Layouts that were asked for and aren't compared with rows that are dealt by cost."""
+    """Layouts that were asked for but aren't compared, as rows are assigned by cost."""
     asked = [family.plural for family in search.options.wanted if not family.traits.by_shares]
     if asked and search.mean_length:
         yield Finding("not_compared.by_rows", {"layouts": asked})

@@ -63,7 +63,7 @@ def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequenc
 
 
 def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None) -> Rival:
-    """By the two rates; by the turns that both took, where the rates tie or say another gain."""
+    """Compare two layouts by their rates, or by the turns of both if the rates tie or say another gain."""
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
     if layout == chosen.layout or not comparable:

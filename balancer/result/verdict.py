@@ -53,7 +53,7 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """By how much the devices' own work differs, as a part of the longest; None where that isn't measured."""
+    """The difference between the devices' own work, as a part of the longest; None if it wasn't measured."""
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
         return None

@@ -163,7 +163,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """What can't be used twice: a GPU, or each core of a slice, however the CPU was cut."""
+    """The units that can't be used twice: a GPU, or each core of a slice, however the CPU was cut."""
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
 

@@ -57,5 +57,5 @@ def change_note(folder: Path, note: str | None, add_tags: Iterable[str], remove_
 
 
 def _clean(text: str) -> str:
-    """In one line, without control characters."""
+    """The text in one line, without control characters."""
     return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())

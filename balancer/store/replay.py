@@ -49,7 +49,7 @@ def find_pending(record: Record) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
 
 
 def read_clock(record: Record) -> float:
-    """Where the session's clock goes on: at the start of an unanswered asking, else at the last observation."""
+    """The time at which the session's clock goes on: the start of an unanswered asking, else the last observation."""
     pending = find_pending(record)
     if pending is not None:
         return pending[0].at_seconds

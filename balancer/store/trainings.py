@@ -52,7 +52,7 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last entry, or to now."""
+        """The seconds from the first start to the last entry, or to now."""
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 

@@ -48,7 +48,7 @@ class CpuSource:
         return self._builder.snapshot(samples, self._notes, host=host)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this source holds nothing open."""
 
     def _sample(self, device: Device, host: HostSample) -> DeviceSample:
         by_cpu = self._builder.meter.by_cpu

@@ -12,7 +12,7 @@ from evener.devices.types import UNSUPPORTED, Device, Reading, State
 from evener.live.files import LiveDevice, Training, read_trainings
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
-OLD_SECONDS = 5.0  # a report whose next one has been due for so long says what was, not what is
+OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long
 
 Rates = dict[tuple[int, str], tuple[float, float]]  # (pid, device id) -> (samples/s, seconds that it is late)
 

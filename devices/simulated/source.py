@@ -75,7 +75,7 @@ class SimulatedSource:
         return self._builder.snapshot(samples, notes)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this source holds nothing open."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
         """The load of a device: it is busy for steps per second times seconds per step."""

@@ -16,9 +16,11 @@ import pytest
 REPO = Path(__file__).parents[2]
 CLEAN = (
     *(f"evener/{room}" for room in ("keras_split", "live", "plan", "shares", "system", "training")),
-    *("evener/__init__.py", "evener/__main__.py", "evener/errors.py", "evener/ray.py", "workloads", "tui"),
+    *("evener/__init__.py", "evener/__main__.py", "evener/errors.py", "evener/ray.py", "workloads", "tui", "devices"),
+    *(f"balancer/{room}" for room in ("families", "intake", "objectives", "probes", "result", "store")),
+    *sorted(str(path.relative_to(REPO)) for path in (REPO / "balancer").glob("*.py")),
 )
-REST = ("evener/huggingface", "evener/torch_split", "balancer", "devices")
+REST = ("evener/huggingface", "evener/torch_split", "balancer/search")
 WITHOUT_A_NOUN = re.compile(
     r"(Of|The same|Its?|As|Also|And|Those|That|What|Whether|How|So many|They|Which|Who|Whose)\b"
 )
