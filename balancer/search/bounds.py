@@ -49,7 +49,7 @@ class Bounds:
 
     @cached_property
     def asked_in_passes(self) -> int:
-        """The same in several passes; of a fixed batch, which may take as many as it needs, all."""
+        """The most rows that the request lets one device have in several passes; of a fixed batch, all."""
         problem = self._problem
         return self._least(problem.global_batch or problem.largest_share, problem.max_global_batch)
 
@@ -82,11 +82,11 @@ class Bounds:
         return tuple(device.memory.largest_safe(self.asked, self._quantum) for device in self._devices)
 
     def hold(self, layout: Layout) -> bool:
-        """Whether every pass of a layout is predicted to fit."""
+        """True if every pass of a layout is predicted to fit."""
         return all(rows <= wall for rows, wall in zip(layout.pass_rows, self.walls, strict=True))
 
     def surely_hold(self, layout: Layout) -> bool:
-        """Whether every pass of a layout ran before, or is far below what the memory line allows."""
+        """True if every pass of a layout ran before, or is far below what the memory line allows."""
         return all(layout.pass_rows[i] <= self.safe[i] for i in layout.active)
 
     def useful(self, device: DeviceCurve) -> int:

@@ -30,7 +30,7 @@ class Candidates:
 
     @cached_property
     def all(self) -> tuple[Candidate, ...]:
-        """Every layout of the race, the same never twice."""
+        """The layouts of the race, without duplicates."""
         kept: dict[Layout, Candidate] = {}
         for candidate in map(self._in_its_place, self._wished):
             kept.setdefault(candidate.layout, candidate)
@@ -38,7 +38,7 @@ class Candidates:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """Those that did not fail in the race and have all their devices."""
+        """The candidates that did not fail in the race and whose devices are all still there."""
         here = (one for one in self.all if not self.seen.gone.intersection(one.layout.active))
         return tuple(one for one in here if self.seen.broken(one.layout) is None)
 
@@ -70,7 +70,7 @@ class Candidates:
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _distinct(self, found: list[Candidate]) -> list[Candidate]:
-        """Without splits that no measurement could distinguish from an even split, or from one before them."""
+        """The candidates without splits that no measurement could distinguish from one listed before them."""
         kept: list[Candidate] = []
         for one in found:
             splits = [other.layout for other in kept if other.layout.traits.together and one.layout.traits.together]
@@ -83,12 +83,12 @@ class Candidates:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self._problem.devices
 
     @property
     def by_rows(self) -> bool:
-        """Whether devices take rows as they come."""
+        """True if devices take rows in the order of the data."""
         return self._devices.by_rows
 
     @cached_property
@@ -144,7 +144,7 @@ class Candidates:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
-        """As many trainings on logical devices as run best as plain processes, or the most that were measured so."""
+        """The pack on logical devices of as many trainings as run best as plain processes, or of the most measured."""
         wanted = pack_on(plain, plain.processes, "logical")
         tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, "race"):
@@ -152,7 +152,7 @@ class Candidates:
         return max(tried, key=lambda layout: layout.processes)
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or after it ran out of memory a smaller batch in its place; a fixed one in more passes."""
+        """The candidate, or, if it ran out of memory, a smaller batch instead; a fixed batch in more passes."""
         fixed = self._problem.global_batch is not None
         for _ in range(RETREATS):
             full = self.seen.broken(candidate.layout)

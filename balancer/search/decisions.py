@@ -1,4 +1,4 @@
-"""What a search does next and why it ended, in words; and what it believes of a device, to be drawn or planned with."""
+"""The next step of a search or the reason for its end, in words; and its curves of devices, for drawings and plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stop(StrEnum):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to measure now and what for; without probes, why the search ended."""
+    """The next probes and their purpose; without probes, the reason for the end of the search."""
 
     probes: tuple[Probe, ...]
     doing: str
@@ -46,7 +46,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def explain_exploring(probe: Probe, split_before: bool) -> str:
-    """What is learnt next: from every device alone, a real step, or one device while the others are idle."""
+    """The purpose of an exploring probe: every device alone, a real step, or one device while the others are idle."""
     layout = probe.layout
     if layout.length:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
@@ -66,7 +66,7 @@ def explain_exploring(probe: Probe, split_before: bool) -> str:
 
 
 def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
-    """A device's curve, for whoever draws it."""
+    """A device's curve, to be drawn."""
     device, curve = model.devices[position], model.alone[position]
     largest = model.bounds.walls[position] or device.memory.ran or None
     points: tuple[tuple[int, float], ...] = ()
@@ -78,7 +78,7 @@ def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
 
 
 def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-    """Each device's curve up to the global batch, and the rows of a pass that surely fit; nothing unless it trains."""
+    """Each device's curve up to the global batch, and the rows of a pass that surely fit; empty for unused devices."""
     found: list[tuple[Knots, int]] = [((), 0)] * len(layout.shares)
     for i in layout.active:
         curve = model.in_splits[i]

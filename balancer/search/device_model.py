@@ -1,4 +1,4 @@
-"""What a search asks of the devices, whether every row costs the same (`rows`) or each by its length (`texts`)."""
+"""The interface of what is predicted of devices: for rows of equal cost (`rows`), or of cost by length (`texts`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeviceModel(ABC):
 
     @abstractmethod
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-        """What to explore now, all at the same time; empty when nothing is wanted or affordable."""
+        """The probes to run next, all at the same time; empty when nothing is wanted or affordable."""
 
     def why_none(self) -> str:
         """Why the devices that are left can't train; empty if one can."""
@@ -30,7 +30,7 @@ class DeviceModel(ABC):
 
     @abstractmethod
     def is_training(self, layout: Layout) -> bool:
-        """Whether an explored layout of one training may be chosen: some only show what a device costs."""
+        """True if an explored layout of one training may be chosen: some only show what a device costs."""
 
     @abstractmethod
     def predicted_rate(self, layout: Layout) -> float:
@@ -45,7 +45,7 @@ class DeviceModel(ABC):
         return self.predicted_rate(layout)
 
     def efficient(self) -> list[Layout]:
-        """Where energy decides: one device or some of them, which should make most samples per joule."""
+        """Layouts of one device or some of them that should make the most samples per joule, where energy decides."""
         return []
 
     @abstractmethod
@@ -61,7 +61,7 @@ class DeviceModel(ABC):
         """The cost of keeping as many devices in step as the widest split has; None before any was measured."""
 
     def network_seconds(self, hosts: int) -> float:
-        """How much longer synchronization takes over so many hosts than on one; 0 where that isn't known."""
+        """The seconds that synchronization takes longer over `hosts` hosts than on one; 0 if unknown."""
         return 0.0
 
     def apart_seconds(self, layout: Layout) -> float | None:

@@ -1,4 +1,4 @@
-"""Which hosts of a cluster should share a step, where exchange across hosts costs more than within one.
+"""The choice of a cluster's hosts that share a step, where exchange across hosts costs more than within one.
 
 For a finish time tau and h hosts, the best hosts are those whose devices do most samples by tau. Of few hosts every set
 is tried.

@@ -1,4 +1,4 @@
-"""What layouts a search is asked for, the candidates of a race, and layouts made of others."""
+"""The layouts that a search is asked for, the candidates of a race, and layouts made of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """Which families of layouts a search is asked for, and what the machine offers of them."""
+    """The families of layouts that a search is asked for, and what the machine offers them."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(registry.FAMILIES))
     placements: tuple[Placement, ...] = ()
@@ -33,12 +33,12 @@ class LayoutOptions(msgspec.Struct, frozen=True):
 
     @property
     def needs_more_children(self) -> bool:
-        """Whether the race will start children that exploration doesn't."""
+        """True if the race will start children that exploration doesn't."""
         return self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
 
     @property
     def with_splits(self) -> bool:
-        """Whether exploration measures splits."""
+        """True if exploration measures splits."""
         return any(family.explored for family in self.wanted)
 
 
@@ -54,12 +54,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """Whether one training steps on one or several devices, so that its global batch can be compared."""
+        """True if the layout is one training on one or several devices, so that its global batch can be compared."""
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """For a tie: the smaller is the simpler to live with."""
+        """The key that decides a tie: the smaller it is, the simpler the layout is to use."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (len(layout.knobs), further, self.family.simplicity, len(layout.active), layout.processes)
@@ -83,7 +83,7 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """The same shares in more passes on the devices that ran out of memory, or on all; None for passes of one row."""
+    """A layout in more passes on the devices that ran out of memory, or on all; None if its passes have one row."""
     rows = list(layout.pass_rows)
     for i in full or layout.active:
         rows[i] = int(rows[i] * RETREAT)
@@ -93,20 +93,20 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """Whether the shares of the devices that take part are rows, and differ by at most one quantum."""
+    """True if the shares of the active devices are rows and differ by at most one quantum."""
     active = [layout.shares[i] for i in layout.active]
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
 
 def same_measurement(one: Layout, other: Layout) -> bool:
-    """Whether the shares of two layouts differ too little for a measurement to distinguish them, in as many passes."""
+    """True if two layouts have equally many passes and shares too similar for a measurement to tell them apart."""
     if len(one.active) != len(other.active) or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
     return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """Whether one takes no more memory than another on the same devices."""
+    """True if `one` takes no more memory than `other` on the same devices."""
     if not (one.by_rows and other.by_rows):
         return one == other
     same = one.processes <= other.processes and (one.placement, one.knobs) == (other.placement, other.knobs)

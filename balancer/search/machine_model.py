@@ -1,4 +1,4 @@
-"""What the observations say about the machine: each device's curve and limits, the costs of synchronization."""
+"""A model of the machine by the observations: each device's curve and limits, the costs of synchronization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FALL = 0.05  # relative: fewer rows in a pass must make clearly more samples/s, 
 
 
 class MachineModel:
-    """What one set of observations says; everything is computed once, when it is first asked for."""
+    """A model of the machine by one set of observations; each value is computed when it is first asked for."""
 
     def __init__(self, problem: Problem, seen: Observations, longest_step_seconds: float | None) -> None:
         self.problem, self.seen = problem, seen
@@ -72,7 +72,7 @@ class MachineModel:
         return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
-        """Its solo points, measured while the others work too, and its own part of splits."""
+        """A device's solo points, measured while the others work too, and the points of its own part of splits."""
         device = self.devices[position]
         return (*device.alone, *device.in_splits)
 
@@ -83,7 +83,7 @@ class MachineModel:
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """Those that still fit, by all that was seen since."""
+        """The explored splits that still fit, by all that was seen since."""
         layouts = self.seen.still_fit({one.probe.layout: [one] for one in self.splits})
         return tuple(one for one in self.splits if one.probe.layout in layouts)
 
@@ -114,7 +114,7 @@ class MachineModel:
         return self.exchange.seconds(len(layout.active), self.count_hosts(layout))
 
     def count_hosts(self, layout: Layout) -> int:
-        """On how many hosts its devices are."""
+        """The number of hosts that a layout's devices are on."""
         return len({self.hosts[i] for i in layout.active})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
@@ -147,7 +147,7 @@ class MachineModel:
         return tuple(self._pass_rows(i) if self.bounds.walls[i] else 0 for i in range(len(self.devices)))
 
     def _pass_rows(self, position: int) -> int:
-        """What fits, or fewer where they were clearly faster; 0 for a free batch, which would grow without end."""
+        """The rows of a pass that fit, or fewer if they were clearly faster; 0 for a free batch, which has no end."""
         device, curve, rows = self.devices[position], self.alone[position], self.bounds.walls[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
@@ -159,9 +159,9 @@ class MachineModel:
 
     @cached_property
     def extra_seconds(self) -> tuple[float | None, ...]:
-        """What each further pass costs a device beside a step of its rows; None where no step in passes was measured.
+        """The seconds of each device's further passes beyond a step of their rows; None without a step in passes.
 
-        By its own part of splits, else alone; indistinguishable devices share it.
+        Measured by its own part of splits, otherwise alone; indistinguishable devices share the value.
         """
         found: list[float | None] = [None] * len(self.devices)
         for group in self.groups:
@@ -192,7 +192,7 @@ class MachineModel:
         )
 
     def knows_passes(self, layout: Layout) -> bool:
-        """Whether each device that takes several passes in this layout ran several before."""
+        """True if each device that takes several passes in this layout ran several before."""
         return all(layout.passes(i) == 1 or self.extra_seconds[i] is not None for i in layout.active)
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
@@ -200,14 +200,14 @@ class MachineModel:
         return self._divide(shares, self.bounds.walls, self.pass_rows)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """The same with passes that ran before or surely fit; None where that is not possible."""
+        """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
         layout = self.lay_out(shares)
         if not self.bounds.surely_hold(layout):
             layout = self._divide(shares, self.bounds.safe, self._safe_rows)
         return layout if self.bounds.surely_hold(layout) else None
 
     def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
-        """Shares above their walls in passes of at most so many rows; 0: not divided."""
+        """A layout whose shares above their walls are cut into passes of at most `rows` rows; 0: not cut."""
         if not any(map(gt, shares, walls)):
             return layout_of(shares)
         pairs = zip(shares, walls, rows, strict=True)
@@ -215,7 +215,7 @@ class MachineModel:
 
     @cached_property
     def _safe_rows(self) -> tuple[int, ...]:
-        """The same of each of several passes."""
+        """The rows of each of several passes that surely fit."""
         return tuple(map(min, self.bounds.safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
@@ -231,6 +231,6 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """Whether the devices together can hold the fixed global batch, or take it in passes; True for a free one."""
+        """True if the devices together can hold the fixed global batch, or take it in passes; True for a free one."""
         holds = sum(device.limit for device in self.split_curves) >= (self.problem.global_batch or 0)
         return holds or any(self.pass_rows)

@@ -185,7 +185,7 @@ class Observations:
         return {**checks, **since} if checks and slower else {}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
-        """Its checks, and the turns after the first one: they had no part in choosing it."""
+        """The turns of a layout from its first check on: they had no part in choosing it."""
         seen = [one for stage in ("check", "race", "knobs") for one in self.timed_in(layout, stage)]
         began = min((one.probe.turn for one in seen if one.probe.stage == "check"), default=math.inf)
         return _steady(dict(enumerate(one for one in seen if one.probe.turn >= began)))
@@ -230,7 +230,7 @@ class Observations:
         )
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """Whether the device still has the memory that the layout took there."""
+        """True if the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
         return not self._others.held(position) or used is None or limit is None or used <= limit
 
@@ -242,7 +242,7 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def final(self, seen: Failed) -> bool:
-        """Whether another try is pointless: it had its tries, or the workload's own code raised."""
+        """True if another try is pointless: the probe had its tries, or the workload's own code raised."""
         own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
         return own_code or self._failures[seen.probe] >= TRIES
 
@@ -275,13 +275,13 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def device(self, position: int) -> DeviceEvidence:
-        """What exploration saw of one device."""
+        """The evidence that exploration found on one device."""
         if position not in self._devices:
             self._devices[position] = read_device(self, position)
         return self._devices[position]
 
     def explored(self, position: int) -> list[Observation]:
-        """What exploration saw of a device, in the order of its probes."""
+        """The observations of a device in exploration, in the order of their probes."""
         return [self._seen[probe] for probe in sorted(self._explored[position], key=order_probe)]
 
     def largest_alone(self, position: int) -> float:
@@ -301,7 +301,7 @@ class Observations:
         return sorted(timed, key=lambda one: one.probe.turn)
 
     def why_gone(self, position: int) -> str:
-        """What was said as a device went; empty for one that is there."""
+        """The message that came when the device was lost; empty for one that is there."""
         if position not in self.gone:
             return ""
         fatal = (one for one in self._seen.values() if isinstance(one, Failed) and position in one.devices)
@@ -309,7 +309,7 @@ class Observations:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Of two observations of one probe, the larger is kept."""
+    """The rank of an observation: of two of one probe, the higher-ranked is kept."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -318,7 +318,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """The same order for any set of observations."""
+    """The sort key of a probe: any set of observations has one order."""
     layout = probe.layout
     way = (layout.kind, layout.placement, layout.knobs, layout.length, layout.tokens, repr(layout.costs))
     place = (STAGES.index(probe.stage), probe.turn)
@@ -326,5 +326,5 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _steady(turns: Turns) -> Turns:
-    """Without the turns in which a device was held back, unless it always was."""
+    """The turns without those in which a device was held back, unless it always was."""
     return {turn: one for turn, one in turns.items() if not one.held_back()} or turns

@@ -45,12 +45,12 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """What to measure next; None when the best is certain enough."""
+        """The next pack to measure; None when the best is certain enough."""
         size = next_size(self._rates, self._most)
         return None if size is None or size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
 
     def first_layout(self) -> Layout | None:
-        """What to measure before any pack ran; None once one did, or if none can."""
+        """The pack to measure before any has run; None once one did, or if none can."""
         layout = None if any(isinstance(seen, Timed) for seen in self.seen) else self.next_layout()
         return layout if layout is not None and layout.global_batch else None
 
@@ -63,11 +63,11 @@ class Packing:
 
     @property
     def still_gains(self) -> bool:
-        """Whether the largest pack tried is the best so far."""
+        """True if the largest pack tried is the best so far."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
     def refused(self) -> Observation | None:
-        """How the smallest pack failed, if none ever ran."""
+        """The failure of the smallest pack, if none ever ran; otherwise None."""
         return None if not self.seen or any(isinstance(seen, Timed) for seen in self.seen) else self.seen[0]
 
     @cached_property
@@ -121,7 +121,7 @@ class Packing:
 
     @cached_property
     def _most(self) -> int:
-        """How many trainings can fit, by the device's memory points."""
+        """The most trainings that can fit, by the device's memory points."""
         limit = self._model.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return MOST_PROCESSES
@@ -172,7 +172,7 @@ def _grown(most: int) -> list[int]:
 
 
 def _gains(rates: list[float | None]) -> bool:
-    """Whether one of the last `SIZES_WITHOUT_GAIN` sizes beat all smaller ones."""
+    """True if one of the last `SIZES_WITHOUT_GAIN` sizes beat all smaller ones."""
     known = [rate or 0.0 for rate in rates]
     if len(known) <= SIZES_WITHOUT_GAIN:
         return True

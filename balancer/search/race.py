@@ -1,6 +1,6 @@
 """The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
 
-In the first turn (0) every candidate is measured once, the one that promises most for its cost first. A split or rest
+In the first turn (0) every candidate is measured once, by falling expected gain for its cost. A split or rest
 measurement from exploration counts as turn 0. Packs then grow while they gain, later turns settle which layout is
 fastest, and the winner is measured with other knobs, if any were asked for. Last comes a check of the winner: the
 highest of several noisy figures is too high, so its own is measured anew.
@@ -99,12 +99,12 @@ class Race:
 
     @property
     def tied(self) -> bool:
-        """Whether layouts are left that more turns would not separate."""
+        """True if layouts are left that more turns would not separate."""
         return self._left_unsettled[1]
 
     @property
     def waits_for_budget(self) -> bool:
-        """Whether a candidate was left without a measurement, or the budget is too short for a turn that is wanted."""
+        """True if a candidate was left without a measurement, or the budget is too short for a turn that is wanted."""
         return bool(self._unmeasured or self._left_unsettled[0])
 
     @cached_property
@@ -139,7 +139,7 @@ class Race:
         return None
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """The one that promises most for its cost comes first; a family's extra candidates come last."""
+        """The candidate with the most expected gain for its cost comes first; a family's extra candidates come last."""
         expected = max(self._candidates.expected_rate(one), LEAST_EXPECTED)
         return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 
@@ -207,10 +207,10 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """What a turn of every candidate, knobs included, should cost at the least; packs leave as much."""
+        """The least seconds that a turn of every candidate, with knobs, should take; packs leave as many."""
         return self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """What one turn of the winner with each knob should cost at the least."""
+        """The least seconds that one turn of the winner with each knob should take."""
         return self._budget.total_seconds(one.layout for one in self._knob_rivals)

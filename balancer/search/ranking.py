@@ -1,4 +1,4 @@
-"""Which layout is fastest, by how much, and how certainly: measured in turns A B C A B C, compared within each turn.
+"""The ranking of layouts, with gains and errors: measured in turns A B C A B C and compared within each turn.
 
 Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two layouts is more certain
 than either figure. Two layouts deserve another turn while switching to the slower one may still gain more than
@@ -43,12 +43,12 @@ class Difference(msgspec.Struct, frozen=True):
     turns: int
 
     def interval(self) -> Interval:
-        """With its 95 % interval, by Student's t."""
+        """The difference with its 95 % interval, by Student's t."""
         half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """What switching to the layout should gain, at least 0, after `more_turns` with the same mean."""
+        """The expected gain of switching to the layout, at least 0, after `more_turns` with the same mean."""
         error = self.deviation / math.sqrt(self.turns + more_turns)
         if error <= 0:
             return max(0.0, self.value)
@@ -75,7 +75,7 @@ class Standing(msgspec.Struct, frozen=True):
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     def with_figure(self, figure: Interval) -> Standing:
-        """The same with other samples/s."""
+        """The standing with other samples/s."""
         return msgspec.structs.replace(self, throughput=figure, step=_step(self.candidate, figure))
 
 
@@ -185,7 +185,7 @@ def mean_power(turns: Turns) -> Power | None:
 
 
 def value_of(objective: Objective, turns: Turns) -> float:
-    """How much of an objective a layout has by its turns; 0 where that isn't known."""
+    """The objective's value for a layout by its turns; 0 if it is unknown."""
     return objective.value(throughput(turns).value, turns.values())
 
 
@@ -210,7 +210,7 @@ def widen(figure: Interval, others: Iterable[Timed], contended: bool) -> Interva
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """Whether two 95 % intervals overlap, so that neither is surely faster."""
+    """True if two 95 % intervals overlap, so that neither is surely faster."""
     return one.low <= other.high and other.low <= one.high
 
 

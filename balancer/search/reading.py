@@ -1,4 +1,4 @@
-"""What one set of observations says: the machine, the predicted layouts, the candidates, and the best of them.
+"""A reading of one set of observations: the machine, the predicted layouts, the candidates, and the best of them.
 
 Everything is computed once, when it is first asked for. What exploration alone decides is kept for as long as it sees
 nothing new.
@@ -25,19 +25,19 @@ from evener.balancer.types import Layout, Problem, Result, Timed
 
 
 class Explored:
-    """What exploration showed of the machine."""
+    """The models of the machine by what exploration saw."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._problem, self._options, self._seen = problem, options, seen
 
     @cached_property
     def predictions(self) -> Predictions:
-        """The layouts that should be best, where all rows cost the same."""
+        """The layouts that should be best if all rows cost the same."""
         return Predictions(MachineModel(self._problem, self._seen, self._longest_step))
 
     @cached_property
     def devices(self) -> DeviceModel:
-        """By the lengths of rows, or where these are all equal as far as is known, by their number."""
+        """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self._problem.lengths:
             return RowDevices(self.predictions)
         return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step))
@@ -61,7 +61,7 @@ class SearchReading:
 
     @property
     def predictions(self) -> Predictions:
-        """The layouts that should be best, where all rows cost the same."""
+        """The layouts that should be best if all rows cost the same."""
         return self._explored.predictions
 
     @property
@@ -71,12 +71,12 @@ class SearchReading:
 
     @property
     def devices(self) -> DeviceModel:
-        """What is predicted of the devices, and what they should run next."""
+        """The predictions of the devices, and the probes that they should run next."""
         return self._explored.devices
 
     @cached_property
     def budget(self) -> Budget:
-        """What is left of the budget."""
+        """The part of the budget that is left."""
         return Budget(self.problem, self.options, self.seen)
 
     @cached_property
@@ -111,7 +111,7 @@ class SearchReading:
         return self.result_for(choose_winner(candidates, turns, self.problem).layout)
 
     def _repeats(self, layout: Layout, raced: dict[Layout, Candidate]) -> bool:
-        """Whether a layout of exploration is one of the race, but for a share that no measurement could show."""
+        """True if an explored layout is one of the race but for shares that no measurement could tell apart."""
         return layout not in raced and any(same_measurement(layout, one) for one in raced)
 
     def still_run(self) -> dict[Layout, list[Timed]]:

@@ -61,7 +61,7 @@ class RowDevices(DeviceModel):
         return self._model.sync_seconds
 
     def network_seconds(self, hosts: int) -> float:
-        """What exchange over so many hosts takes beyond that on one."""
+        """The seconds that exchange over `hosts` hosts takes beyond that on one."""
         return self._model.exchange.across[hosts]
 
     def apart_seconds(self, layout: Layout) -> float | None:
@@ -108,7 +108,7 @@ class RowDevices(DeviceModel):
         return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
 
     def efficient(self) -> list[Layout]:
-        """Where energy decides: every device alone, and splits over some of the devices that should take least."""
+        """Every device alone, and splits over the devices that should take the least energy, where energy decides."""
         ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
         alone = {layout.active[0]: layout for layout in reversed(ranked)}
         splits = _most_efficient(self.predictions, find_objective(self._problem.objective))
@@ -133,7 +133,7 @@ class RowDevices(DeviceModel):
         return layouts
 
     def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
-        """Against a split on one host the fastest measured one across hosts, or the other way round."""
+        """The fastest measured split across hosts if the chosen one is on one host, and the other way round."""
         one_host = self._model.count_hosts(chosen) == 1
         others = [layout for layout in found if (self._model.count_hosts(layout) == 1) != one_host]
         return [max(others, key=lambda layout: found[layout])] if others else []
@@ -148,7 +148,7 @@ class RowDevices(DeviceModel):
         }
 
     def _rate_of(self, split: Timed) -> float:
-        """As measured; as predicted where a device was held back, and this would be slower."""
+        """A split's samples/s as measured; as predicted if a device was held back and the measured rate is lower."""
         predicted = self._model.predicted_rate(split.probe.layout) if split.held_back() else 0.0
         return max(split.samples_per_second, predicted)
 

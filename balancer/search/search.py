@@ -59,7 +59,7 @@ class Search:
     def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
         """Note the rows of the data, 0 if unknown. A free global batch leaves 20 steps, unless a largest one is given.
 
-        `lengths` are an even sample of the rows' lengths, rising; with them, rows are dealt by what they cost. The
+        `lengths` are an even sample of the rows' lengths, rising; with them, rows are assigned by what they cost. The
         number of the longest row is named if no device can hold it.
         """
         problem, quantum = self.problem, self.problem.multiple_of
@@ -73,7 +73,7 @@ class Search:
             self._read_again()
 
     def ask(self) -> tuple[Probe, ...]:
-        """What to measure now, at the same time; empty when the search is over. Asking changes nothing."""
+        """The probes to run now, at the same time; empty when the search is over. Asking changes nothing."""
         return self._decision.probes
 
     def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
@@ -124,7 +124,7 @@ class Search:
 
     @property
     def _rest(self) -> Budget:
-        """What the race left of the budget, less the time to check its winner."""
+        """The budget that the race left, less the time to check its winner."""
         winner, budget = self._reading.race.ranking[:1], self._reading.budget
         kept = max((budget.least_seconds(one.candidate.layout) for one in winner), default=0.0)
         seconds = (self.problem.budget_seconds or 0.0) - kept
@@ -132,7 +132,7 @@ class Search:
         return Budget(problem, self.options, self._seen, race_is_over=True)
 
     def _check(self) -> Decision | None:
-        """The chosen layout again: its figure is to be one that didn't choose it."""
+        """The chosen layout once more: the figure reported is one that had no part in choosing it."""
         chosen = self._reading.chosen
         probe = self._reading.race.check(chosen) if chosen else None
         return Decision((probe,), explain_race(probe, 1)) if probe else None
@@ -151,9 +151,9 @@ class Search:
         return Decision(probes, explain_exploring(probes[0], bool(self._reading.devices.splits))) if probes else None
 
     def _explores(self, model: MachineModel) -> bool:
-        """Whether exploration may go on.
+        """True if exploration may go on.
 
-        True without a budget, before the race, while under 60 % of exploration's part is spent, or when no measured
+        It may without a budget, before the race, while under 60 % of exploration's part is spent, or when no measured
         split fits any more.
         """
         none_fits = bool(model.splits) and not model.fitting_splits
@@ -226,7 +226,7 @@ class Search:
         return max(alone, key=lambda one: one.throughput.value, default=None)
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """Every turn that a layout took, to say where its time went."""
+        """The turns that a layout took, to say where its time went."""
         return tuple(self._reading.raced(layout).values())
 
     def spent_seconds(self) -> float:
@@ -236,7 +236,7 @@ class Search:
     # ------------------------------------------------------------------ what is known of the machine
 
     def network_seconds(self, hosts: int) -> float:
-        """How much longer synchronization takes over so many hosts than on one; 0 where that isn't known."""
+        """The seconds that synchronization takes longer over `hosts` hosts than on one; 0 if unknown."""
         return self._reading.devices.network_seconds(hosts)
 
     def sync_seconds(self) -> float | None:
@@ -253,11 +253,11 @@ class Search:
         return fmean([one.padding for one in self._reading.turns(layout).values()] or [0.0])
 
     def power(self, layout: Layout) -> Power | None:
-        """What the devices of the request draw while it trains; None where one doesn't report that."""
+        """The power that all devices of the request draw while a layout trains; None if one doesn't report it."""
         return mean_power(self._reading.turns(layout))
 
     def value(self, one: Result) -> float:
-        """How much a layout has of the objective, at this rate; 0 where that isn't known."""
+        """The objective's value for a layout at this rate; 0 if it is unknown."""
         turns = self._reading.turns(one.layout).values()
         return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
@@ -303,5 +303,5 @@ class Search:
         return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
 
     def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
-        """What growing the number of trainings showed, by mode."""
+        """The observations of packs of growing size, by mode."""
         return {mode: packing.seen for mode, packing in self._reading.candidates.packings}

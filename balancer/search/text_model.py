@@ -1,6 +1,6 @@
-"""What rows of unequal length cost on each device, and what global batches of them take that are dealt by cost.
+"""The cost of rows of unequal length on each device, and the time of global batches that are assigned by cost.
 
-Predictions deal batches drawn from the lengths of the data, as the training's loader does.
+Predictions assign batches drawn from the lengths of the data, as the training's loader does.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class TextModel:
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> tuple[Observation, ...]:
-        """What came of a device alone with rows of one length, or dealt by cost."""
+        """The observations of a device alone with rows of one length, or of a batch assigned by cost."""
         found = [seen for seen in self.seen.in_stage("solo") if not seen.probe.layout.by_rows]
         return tuple(seen for seen in found if seen.probe.layout.shares[position])
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that was dealt by cost in exploration, in order."""
+        """Every split of exploration that was assigned by cost, in order."""
         splits = sorted(self.seen.in_stage("split"), key=lambda one: one.probe.turn)
         return tuple(one for one in splits if isinstance(one, Timed) and one.probe.layout.costs)
 
@@ -78,14 +78,14 @@ class TextModel:
         return groups
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """Whether noise alone explains how their times of the same passes differ."""
+        """True if noise alone explains how two devices' times of the same passes differ."""
         ours, theirs = self._points(one), self._points(other)
         pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
         gaps = [math.log(a.seconds / b.seconds) for a, b in pairs]
         return len(pairs) >= FEWEST_COMMON and is_noise(gaps, [math.hypot(a.error, b.error) for a, b in pairs])
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """Of a device alone, by what it ran: rows, of a pass, and their length."""
+        """The measured steps of a device alone, by rows, rows of a pass, and their length."""
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
             work, layout = _work(seen, position), seen.probe.layout
@@ -96,7 +96,7 @@ class TextModel:
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """The same in splits: times what the devices' own work in them was more than alone."""
+        """Each device's cost in splits: its cost alone, times the ratio of its own work in splits to that alone."""
         factors = [self._factor(i) for i in range(self.problem.devices)]
         return tuple(one and one.slowed(factor) for one, factor in zip(self.alone, factors, strict=True))
 
@@ -109,7 +109,7 @@ class TextModel:
         return own / expected if own and expected else 1.0
 
     def sync_seconds(self, positions: Sequence[int]) -> float:
-        """What a split's step takes beyond the longest own work, over as many hosts; 0 before one was measured."""
+        """The seconds of a split's step beyond the longest own work, over as many hosts; 0 before one was measured."""
         over = []
         for one in self.splits:
             if self._count_hosts(one.probe.layout.active) == self._count_hosts(positions):
@@ -198,7 +198,7 @@ class TextModel:
         return fmean(steps) + (self.sync_seconds(positions) if len(positions) > 1 else 0.0)
 
     def same_dealing(self, one: Layout, other: Layout) -> bool:
-        """Whether a measurement could not distinguish how rows are dealt: costs that differ by one factor."""
+        """True if no measurement could tell apart how two layouts assign rows: their costs differ by one factor."""
         if (one.active, one.global_batch, one.tokens) != (other.active, other.global_batch, other.tokens):
             return False
         length = round(self.mean_length)
@@ -207,7 +207,7 @@ class TextModel:
         return max(ratios) <= min(ratios) * (1 + SAME_SHARE)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """Whether one of these devices holds the longest row."""
+        """True if one of these devices holds the longest row."""
         return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
 
     def predicted_rate(self, layout: Layout) -> float:

@@ -42,7 +42,7 @@ class TextDevices(DeviceModel):
 
     @property
     def splits(self) -> Sequence[Timed]:
-        """Every split that was dealt by cost in exploration."""
+        """Every split of exploration that was assigned by cost."""
         return self._text.splits
 
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
@@ -58,11 +58,11 @@ class TextDevices(DeviceModel):
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of rows dealt by cost, whether they are or not."""
+        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so."""
         return self._text.predicted_rate(layout) if self._text.able else 0.0
 
     def sync_seconds(self) -> float | None:
-        """What the last split's step takes beyond the longest own work."""
+        """The seconds of the last split's step beyond the longest own work; None before one was measured."""
         return self._text.sync_seconds(self.splits[-1].probe.layout.active) if self.splits else None
 
     # ------------------------------------------------------------------ candidates
@@ -78,7 +78,7 @@ class TextDevices(DeviceModel):
         return sorted(whole, key=self._text.predicted_rate, reverse=True)[:1]
 
     def _whole(self, position: int) -> Layout | None:
-        """As exploration measured it."""
+        """The global batch on one device as exploration measured it; None if it didn't."""
         ran = [one.probe.layout for one in self._text.tried_alone(position) if isinstance(one, Timed)]
         return next((layout for layout in reversed(ran) if layout.costs), None)
 
@@ -91,9 +91,9 @@ class TextDevices(DeviceModel):
         return list(dict.fromkeys([list(ran)[-1], fastest]))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """As many rows for each device of the best split, as they come, in passes that hold the longest rows.
+        """The even split of rows, in the data's order, over the best split's devices; passes can hold the longest rows.
 
-        It is what a training without a plan does.
+        A training without a plan does the same.
         """
         problem = self._problem
         wanted = ((split.active, split.global_batch) for split in splits[:1])
@@ -106,7 +106,7 @@ class TextDevices(DeviceModel):
 
 
 class TextStage:
-    """What to measure next, by the model of costs."""
+    """The stage that chooses the next probes by the model of costs."""
 
     def __init__(self, text: TextModel, budget: Budget, splits: bool) -> None:
         self._text, self._budget, self._with_splits = text, budget, splits
@@ -139,9 +139,9 @@ class TextStage:
         return self._budget.affords(layout, ends_with, self._seconds(layout))
 
     def _seconds(self, layout: Layout) -> float | None:
-        """Of a step as predicted; None where the budget's own guess has to do.
+        """The predicted seconds of a step; None if the budget's own guess has to do.
 
-        Of passes of one length, in proportion to the largest pass so far: a cost made of small ones promises too much.
+        Passes of one length are predicted in proportion to the largest so far: a cost fitted to small ones is too low.
         """
         if layout.costs:
             return self._text.seconds(layout.active, layout.global_batch)
@@ -187,7 +187,7 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """Whether larger passes are wanted, may fit, and are ever taken."""
+        """True if larger passes are wanted, may fit, and are ever taken."""
         steps = self._single_passes(position)
         if not steps or _take_clearly_longer(steps) or GROWTH * max(steps.values()) > self._budget.longest_step():
             return False
@@ -198,7 +198,7 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """The global batch dealt to one device, again in smaller passes if it ran out of memory."""
+        """The global batch on one device, again in smaller passes if it ran out of memory."""
         tried = [one for one in self._text.tried_alone(position) if one.probe.layout.costs]
         if len(tried) >= MOST_ALONE or any(isinstance(one, Timed | Failed) for one in tried):
             return None
@@ -220,5 +220,5 @@ class TextStage:
 
 
 def _take_clearly_longer(steps: Mapping[int, float]) -> bool:
-    """Whether the longest of them shows what tokens cost."""
+    """True if the longest of these steps shows what tokens cost."""
     return max(steps.values()) >= CLEAR * min(steps.values())

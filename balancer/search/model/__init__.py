@@ -1,1 +1,1 @@
-"""What measurements say of devices: step times, memory and the cost of exchange."""
+"""Models of devices by measurements: step times, memory and the cost of exchange."""

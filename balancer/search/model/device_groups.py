@@ -33,7 +33,7 @@ def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """Whether noise alone explains how two devices differ, in time at every common batch and in memory."""
+    """True if noise alone explains how two devices differ, in time at every common batch and in memory."""
     if one.lost or other.lost:
         return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
@@ -45,7 +45,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:
-    """Whether the logarithms of time ratios differ from 0 by no more than their errors explain."""
+    """True if the logarithms of time ratios differ from 0 by no more than their errors explain."""
     if any(abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True)):
         return False
     weights = [1 / error**2 for error in errors]

@@ -1,4 +1,4 @@
-"""What exploration saw of one device, and what it says of others of the same product."""
+"""The evidence that exploration found on one device, and memory lines borrowed from others of its product."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from evener.balancer.types import Failed, Observation, OutOfMemory, Stage, Timed
 
 
 class Store(Protocol):
-    """What a device is read from."""
+    """The source of observations from which a device's evidence is read."""
 
     def explored(self, position: int) -> Sequence[Observation]:
-        """What exploration saw of a device, in the order of its probes."""
+        """The observations of a device in exploration, in the order of their probes."""
 
     def final(self, seen: Failed) -> bool:
-        """Whether another try is pointless."""
+        """True if another try is pointless."""
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """Whether the device still has the memory that a layout took there."""
+        """True if the device still has the memory that a layout took there."""
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
@@ -34,7 +34,7 @@ class Store(Protocol):
         """The most rows of a pass that the device ran alone; less than 1 before any."""
 
     def why_gone(self, position: int) -> str:
-        """What was said as a device went; empty for one that is there."""
+        """The message that came when the device was lost; empty for one that is there."""
 
     def recovered(self, position: int) -> bool:
         """Whether the device was raced, and not held back in its last turn."""
@@ -64,12 +64,12 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
     def out_of_use(self, quantum: int) -> bool:
-        """Whether it failed for good, or ran out of memory at the smallest share."""
+        """True if the device failed for good, or ran out of memory at the smallest share."""
         return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
 
 
 def read_device(store: Store, position: int) -> DeviceEvidence:
-    """What the observations of exploration say of a device."""
+    """A device's evidence, read from the observations of exploration."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     solo = [one for one in by_rows if one.probe.layout.traits.alone]
@@ -94,7 +94,7 @@ def read_device(store: Store, position: int) -> DeviceEvidence:
 
 
 def _blames_passes(store: Store, position: int, seen: Observation) -> bool:
-    """Whether it failed for good with this device's share in passes: perhaps the workload can't do that."""
+    """True if a probe failed for good with this device's share in passes, which the workload may not support."""
     failed = isinstance(seen, Failed) and seen.cause != "device" and store.final(seen)
     return failed and seen.probe.layout.passes(position) > 1
 
@@ -130,7 +130,7 @@ def _memory(store: Store, position: int, solo: list[Observation], splits: list[O
 
 
 def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
-    """Whether this device ran out: it is named, or had the largest share relative to the batch it ran alone."""
+    """True if this device ran out of memory: it is named, or had the largest share for what it ran alone."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
     if not isinstance(seen, OutOfMemory) or not store.full_now(position, seen):
@@ -142,16 +142,16 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
 
 
 def _too_large(store: Store, position: int, seen: Failed) -> bool:
-    """Whether it failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
+    """True if the device failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
     layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
     return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
 
 
 def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
-    """Why the device is left out, or empty.
+    """The reason why the device is left out, or empty.
 
-    It has gone, in whatever stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
+    The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
     is blamed on the pair.
     """
     if gone := store.why_gone(position):
@@ -168,7 +168,7 @@ def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
 
 
 def _slower_since(store: Store, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]) -> float:
-    """How many times longer its steps take than they did, if it was held back in its last check; else 1."""
+    """The factor by which a device's steps now take longer, if it was held back in its last check; otherwise 1."""
     checks = store.raced(position, "check")
     if not checks or not checks[-1].held_back(position):
         return 1.0
@@ -189,7 +189,7 @@ def read_points(
 
     Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
     blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
-    held back says little of its curve, unless that isn't `known` otherwise, or it is `slower` by so much since.
+    held back says little of its curve, unless that isn't `known` otherwise, or it is `slower` by this factor since.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
@@ -218,7 +218,7 @@ def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]
 def _borrow(
     device: DeviceEvidence, own: int, devices: Sequence[DeviceEvidence], products: Sequence[int]
 ) -> DeviceEvidence:
-    """With the line of the largest batch on a device with more memory; with one point, the steepest there may be.
+    """A device with the line of the largest batch on one with more memory; from one point, the steepest possible line.
 
     Devices of equal memory run the same batches at the same time.
     """

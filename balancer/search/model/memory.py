@@ -1,4 +1,4 @@
-"""How many samples fit: a device's line of bytes(batch), the batches that ran and failed, and the next guess.
+"""The number of samples that fit: a device's line of bytes(batch), the batches that ran or failed, the next guess.
 
 The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
 refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
@@ -113,7 +113,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def unsure(self) -> bool:
-        """Whether memory rose under 2 % over a doubled batch, so that the slope isn't trusted.
+        """True if memory rose under 2 % over a doubled batch, so that the slope isn't trusted.
 
         The optimizer's own peak may hide what samples take.
         """
@@ -135,7 +135,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """By how many bytes a sample the last slope is steeper than the one before; 0 if it isn't."""
+        """The bytes per sample by which the last slope is steeper than the one before; 0 if it isn't."""
         if len(self.apart) < 3:
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
@@ -154,7 +154,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
 
     def bound(self, batch: int, quantum: int = 1) -> int:
-        """At most the batch, and what safely fits by a borrowed line; a little more than ran in any case."""
+        """The batch, reduced to what safely fits by a borrowed line; always a little more than the largest that ran."""
         if self.borrowed is None or self.line is not None or self.limit_bytes is None:
             return batch
         base, slope = self.borrowed
@@ -196,7 +196,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, int(b1 + (limit_bytes - m1) / slope))
 
     def _in_split(self) -> Memory:
-        """The same for splits, whose exchange takes memory; what ran alone may not fit there."""
+        """The device's memory within splits, whose exchange takes some; a batch that ran alone may not fit there."""
         if self.limit_bytes is None or not self.exchanged_bytes:
             return self
         less = max(1, self.limit_bytes - self.exchanged_bytes)

@@ -9,7 +9,7 @@ import msgspec
 from evener.balancer.search.model.regression import fit_rates
 from evener.shares.costs import Cost, Work
 
-MISFIT = 0.01  # relative: by so much a real step differs from any such cost, however well it was timed
+MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
 FEWEST_POINTS = 3
 CLEARLY = 4.0  # of squared standard errors
 
@@ -23,17 +23,17 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """`step_s` is what a step takes beside its passes, as the optimizer does."""
+    """A device's cost of a step; `step_s` is what it takes beside its passes, such as the optimizer's time."""
 
     step_s: float
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """Of a whole step."""
+        """The seconds of a whole step."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """So many times as slow."""
+        """The cost of a device that is slower by this factor."""
         cost = self.cost
         slower = Cost(cost.fixed_s * factor, cost.per_token_s * factor, cost.per_token_length_s * factor)
         return StepCost(self.step_s * factor, slower)

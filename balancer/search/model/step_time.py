@@ -24,7 +24,7 @@ LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured time of a step in so many passes; `error` is its relative standard error."""
+    """One measured time of a step in `passes` passes; `error` is its relative standard error."""
 
     batch: int
     seconds: float
@@ -155,7 +155,7 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """What each further pass costs beside a step of its rows, by steps in several passes, at least one."""
+    """The seconds of each further pass beyond a step of its rows, by one or more measured steps in several passes."""
     weights = [((p.passes - 1) / (max(p.error, LEAST_ERROR) * p.seconds)) ** 2 for p in steps]
     found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)

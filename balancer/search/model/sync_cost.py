@@ -2,7 +2,7 @@
 
 within_k = base + each * (k - 1) for k devices; across_h is a line too, in the hosts that they are on, above that of as
 many devices on one host. For a number never measured it is assumed low (optimism in the face of uncertainty): from one
-measured cost, fewer pay in proportion and more pay the same. So a promising number gets tried and then measured.
+measured cost, fewer pay in proportion and more pay the same. So a number that looks good gets tried and then measured.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class ExchangeCosts(msgspec.Struct, frozen=True):
     across: tuple[float, ...] = (0.0, 0.0)  # [h]: more, if they are on h hosts
 
     def seconds(self, devices: int, hosts: int) -> float:
-        """Of so many devices on so many hosts."""
+        """The seconds of exchange among `devices` devices on `hosts` hosts."""
         return self.within[devices] + self.across[hosts]
 
     def on(self, hosts: int) -> tuple[float, ...]:
-        """[k]: of k devices on so many hosts."""
+        """The seconds of exchange among k devices on `hosts` hosts, as item k."""
         more = self.across[hosts]
         return tuple(cost + more if k > 1 else cost for k, cost in enumerate(self.within))
 
 
 def fit_exchange_costs(samples: Sequence[ExchangeSample], devices: int, hosts: int) -> ExchangeCosts:
-    """Of up to so many devices and hosts. What nobody measured on one host alone counts as the network's."""
+    """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count as the network's."""
     within = fit_sync_costs([(k, cost, error) for k, h, cost, error in samples if h == 1], devices)
     across = [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1]
     return ExchangeCosts(within, fit_sync_costs(across, hosts))
