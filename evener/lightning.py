@@ -48,7 +48,7 @@ class ShareLoader(PassLoader):
         self.strategy = strategy
 
     def __iter__(self) -> Any:
-        """Its first batch is a RequestError if another strategy trains, which would weigh nothing."""
+        """The batches; the first one raises RequestError if another strategy trains, which would weigh nothing."""
         if not self.strategy.trains:
             return iter(_refuse_other_strategy, None)
         rows = self.batch_sampler.sampler
@@ -76,7 +76,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._reporter, self._rebalancing, self._count, self._checks = reporter, rebalancing, count, check
         weights.weighed_by_trainer = True
         self.trains = False
-        self._rows = 0  # of the global batch in hand
+        self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
         self._arguments: tuple[Any, ...] = ()  # of its training_step
         self._open: Part | None = None  # the pass that is computed
@@ -154,17 +154,17 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """Whether an optimizer goes by the figure of the loss."""
+        """True if an optimizer uses the loss's figure, not only its gradients."""
         return any(isinstance(each, torch.optim.LBFGS) for each in self.optimizers)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """As Lightning, but of a share in passes each goes as its turn comes."""
+        """Move a batch to the device as Lightning does; with several passes, each is moved when its turn comes."""
         if self._passes > 1 and self._trainer.training:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The trainer has its next batch."""
+        """Begin the trainer's next batch."""
         loader: ShareLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
         self._reporter.finish()
@@ -176,7 +176,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts = sum(sizes), self._cut(batch, sizes)
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """The passes of this rank's share; one without rows gets one that counts nothing."""
+        """The passes of this rank's share; a pass without rows gets one row that counts nothing."""
         rank = self._split.rank
         rows = max(1, sizes[rank])
         parts = []
@@ -197,7 +197,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return add_up(own, self.root_device, self._split.world, self._reporter.timer)
 
     def training_step(self, *arguments: Any) -> Any:
-        """The first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
+        """Compute the first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
         self._arguments = arguments
         self._means.clear()
         return self._compute(self._parts[0])
@@ -211,14 +211,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             return self._share_loss(result) if self._searches else result
 
     def _share_loss(self, result: Any) -> Any:
-        """The same gradients, with the figure of the whole batch's loss: ranks then take the same decisions."""
+        """A loss with the same gradients but the whole batch's figure, so that all ranks take the same decisions."""
         loss = _loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @contextmanager
     def _in_pass(self, part: Part) -> Iterator[None]:
-        """What is logged counts by the pass's part of the global batch; one without rows leaves no trace in figures."""
+        """A context in which logged figures count by the pass's part of the global batch; not at all without rows."""
         module, results, own = self.lightning_module, self._trainer._results, self._split.rows
         hook, module._current_fx_name = module._current_fx_name, "training_step"
         results.batch_size = part.rows if self._count is None else part.weight * self._rows
@@ -233,7 +233,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @contextmanager
     def _unlogged(self, results: Any, figures: list[Any]) -> Iterator[None]:
-        """Logged figures and metrics are as before, and known to ranks that meet for them."""
+        """A context that leaves logged figures and metrics as before, but known to ranks that meet for them."""
         before = {name: dict(vars(figure)) for name, figure in results.items()}
         with kept_state(figures):
             yield
@@ -253,7 +253,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As DDPStrategy; in a pass, a mean is the global batch's as far as its passes go.
+        """Reduce as DDPStrategy does; in a pass, a mean is that of the global batch over the passes so far.
 
         A mean of whole numbers isn't cut off: Lightning divides by the mean number of rows.
         """

@@ -1,4 +1,4 @@
-"""What the loss of a LightningModule is a mean over, checked on a few rows before the first step."""
+"""The check of what a LightningModule's loss is a mean over, on a few rows before the first step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _compute(strategy: Any, batch: Any) -> Any:
 
 @contextmanager
 def _silent(module: Any) -> Iterator[None]:
-    """Nothing is logged."""
+    """A context in which nothing is logged."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None

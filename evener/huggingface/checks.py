@@ -1,4 +1,4 @@
-"""What a Trainer may not be or do under a plan, because what it learns would then depend on the shares."""
+"""Checks that refuse a Trainer under a plan if what it learns would depend on the shares."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """Whether ranks meet in every pass: FSDP gathers weights there, TRL's trainers their metrics."""
+    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's trainers their metrics."""
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
     return any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)

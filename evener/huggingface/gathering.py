@@ -1,4 +1,4 @@
-"""What a Trainer gathers over ranks that have different numbers of rows, and batches of several passes."""
+"""The gathering of a Trainer's figures over ranks with different numbers of rows, and over batches in passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     rows: torch.Tensor
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Weighted, where it is the mean of all."""
+        """The mean, weighted by rows if it is over all figures."""
         plain = self.as_subclass(torch.Tensor)
         if args or kwargs or not self.rows.sum():
             return plain.mean(*args, **kwargs)
@@ -28,13 +28,13 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What is computed with it is a plain tensor."""
+        """Compute with a plain tensor, so that results are plain too."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
 
 class Gathering:
-    """Gathers over ranks as the accelerator does, also where they have different numbers of rows.
+    """Gathers over ranks as the accelerator does, even if they have different numbers of rows.
 
     Rows that only keep step are left out of what is gathered, and the passes of a batch are gathered together: the
     last one has what all of them gave.
@@ -44,7 +44,7 @@ class Gathering:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
         self._world, self._alone = accelerator.num_processes, False
         self.calls = 0  # by code that gathers alone
-        self._rows: int | None = None  # that count in the batch in hand; None: all
+        self._rows: int | None = None  # that count in the current batch; None: all
         self._repeats = 0  # rows that a loss is repeated for in evaluation
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._call = 0
@@ -52,7 +52,7 @@ class Gathering:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it, a rank gathers nothing but its own."""
+        """A context in which a rank gathers nothing but its own."""
         self._alone, before = True, self._alone
         try:
             yield
@@ -61,7 +61,7 @@ class Gathering:
 
     @contextmanager
     def counting(self, rows: int, repeats: int = 0, first: bool = True) -> Iterator[None]:
-        """Within it, `rows` of the pass in hand count; `first`: it is the first of its batch."""
+        """A context in which `rows` rows of the current pass count; `first`: the pass is the first of its batch."""
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats = rows, repeats
         if first:
@@ -77,7 +77,7 @@ class Gathering:
         return sums
 
     def gather(self, data: Any) -> Any:
-        """All ranks' tensors, one behind the other."""
+        """The tensors of all ranks, one after the other."""
         if self._alone:
             self.calls += 1
             return each_tensor(lambda tensor: tensor.reshape(1) if tensor.ndim == 0 else tensor, data)

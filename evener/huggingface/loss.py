@@ -1,4 +1,4 @@
-"""What a Trainer's loss is a mean over, and what its passes weigh by that: measured before the first step.
+"""The meaning of a Trainer's loss, rows or labels that it is a mean over, measured before the first step.
 
 Many models of transformers take `num_items_in_batch` and compute a mean of their own all the same, so that what they
 accept says nothing about their loss.
@@ -41,7 +41,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     certain: bool = True
 
     def count(self, batch: Any) -> float:
-        """What a pass has of it, where that isn't rows."""
+        """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over something else."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
 
@@ -76,20 +76,20 @@ def find_loss(
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """What transformers itself takes the loss for."""
+    """The loss as transformers itself takes it to be, unchecked."""
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
 
 def is_scaled(trainer: Any, items: Any = 0) -> bool:
-    """Whether the trainer takes its loss as it is for a part of an optimizer step's, and doesn't divide it itself."""
+    """True if the trainer takes its loss as a part of an optimizer step's, and doesn't divide it by the passes."""
     own = trainer.loss_is_scaled_for_ga
     takes = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
     return bool(takes) if own is None else bool(own)
 
 
 def count_labels(batch: Any) -> dict[str, float]:
-    """How many labels of a batch aren't ignored: all, and those that are left where a model shifts them by one."""
+    """The number of a batch's labels that aren't ignored: of all, and of those left if the model shifts them by one."""
     labels, shifted = _labels(batch)
     if labels is None:
         return {}
@@ -100,7 +100,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """Whether labels of the batch are ignored, so that more of them may be."""
+    """True if some labels of the batch are ignored, which shows that the loss allows that."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 
@@ -138,7 +138,7 @@ class _TrainerCheck:
         return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
 
     def _find_sum(self, multiplied: int) -> TrainerLoss:
-        """Of a loss that is divided by the number of items: with each part's own number, it is a mean over items."""
+        """The meaning of a loss that is divided by the number of items: a mean over each part's own items."""
         check = LossCheck(self._measure, self._checked, lambda batch: {ITEMS: float(self._count_items(batch))})
         check.find_meaning(self._function(self._count_items), {ITEMS})
         return TrainerLoss(ITEMS, multiplied)

@@ -1,4 +1,4 @@
-"""What the passes of a Trainer's optimizer step weigh."""
+"""The weights of the passes in a Trainer's optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evener.huggingface.loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """One pass of this rank: the rows of it that count, what its loss counts in its global batch's, and its place."""
+    """One pass of this rank: its rows that count, the weight of its loss in its global batch's, and its place."""
 
     rows: int
     weight: Any
@@ -67,7 +67,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def list_passes(inputs: Any) -> list[Any]:
-    """Of a batch: those that it was dealt in, or itself."""
+    """The passes that a batch was divided into; the batch itself if it is one pass."""
     return inputs if isinstance(inputs, PassList) else [inputs]
 
 

@@ -1,4 +1,4 @@
-"""How many processes train, as transformers and accelerate hear it."""
+"""The number of training processes that transformers and accelerate are told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate.state import PartialState
 
 @contextmanager
 def processes(accelerator: Any, number: int) -> Iterator[None]:
-    """Within it, what asks how many processes train hears this number."""
+    """A context in which transformers, accelerate and torch are told that `number` processes train."""
     states = [accelerator.state.__dict__, PartialState._shared_state]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:

@@ -1,4 +1,4 @@
-"""Which rows a Trainer trains on, and in which order: its own, or those of its own training loader."""
+"""The rows that a Trainer trains on, and their order: its data set's, or those of its own training loader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evener.torch_split.row_order import RowOrder
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """The training data, their collator, and their sampler where the trainer's class makes a loader of its own."""
+    """The training data, their collator, and their sampler if the trainer's class makes a loader of its own."""
     if _has_own_loader(trainer):
         return _own_rows(trainer, make_loader)
     dataset = trainer.train_dataset

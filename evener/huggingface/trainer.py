@@ -1,4 +1,4 @@
-"""What a Trainer does otherwise under a plan: whose rows it loads, what a pass weighs, and which figures it logs."""
+"""A Trainer's behaviour under a plan: the rows that it loads, the weights of its passes, the figures that it logs."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def with_plan(
     another number of rows for each global batch. Without a plan, `ratios` share out `global_batch`, else the rows that
     the processes would train on evenly. `gradient_accumulation_steps=A` makes an optimizer step of A global
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
-    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is a warning else. With
+    wouldn't be exact; with `strict` also if the plan was measured on other devices, which is otherwise a warning. With
     `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
-    `check=False` leaves out the check of what the loss is a mean over, which is then what transformers takes it for.
+    `check=False` leaves out the check of what the loss is a mean over, and believes transformers.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -136,7 +136,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     # ------------------------------------------------------------------ rows
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's rows; not through `accelerator.prepare`, which would share them out again."""
+        """The loader of this rank's rows; not through `accelerator.prepare`, which would share them out again."""
         shares = self._shares
         fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
         check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
@@ -180,7 +180,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """Of an evaluation: the batches that one process would compute, shared out over the ranks."""
+        """The loader of an evaluation: the batches that one process would compute, shared out over the ranks."""
         made = partial(super()._get_dataloader, dataset, description, batch_size, *args, **kwargs)
         return share_evaluation(self, made, self._gathering)
 
@@ -210,7 +210,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return [PassList(islice(left, len(batch))) for batch in batches], items
 
     def _weigh(self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device) -> Any:
-        """Note what each pass counts in its global batch; the number of items of the step, over all ranks."""
+        """Note the weight of each pass in its global batch; returns the items of the step, over all ranks."""
         rows = [own for step in sizes for own in step]
         with self._gathering.alone():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -234,13 +234,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores)
 
     def _next_global_batch(self) -> int:
-        """Its place in the epoch; steps are counted as the trainer does, also after a checkpoint."""
+        """The next global batch's place in the epoch; counts steps as the trainer does, also after a checkpoint."""
         updates = -(-len(self._sampler.sampler) // self._accumulated)
         done: int = self.state.global_step
         return done % updates * self._accumulated
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """One pass, or all that a batch was dealt in; the last one exchanges the gradients."""
+        """Train one pass, or all that a batch was divided into; the last one exchanges the gradients."""
         *others, last = list_passes(inputs)
         losses = []
         for each in others:
@@ -249,7 +249,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(losses, self._train_pass(model, last, num_items_in_batch))
 
     def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """A pass; its loss is weighted so that the mean over ranks is that of one process."""
+        """Train one pass; its loss is weighted so that the mean over ranks is that of one process."""
         now, loss = self._passes.popleft(), self._loss
         assert loss is not None  # found before the first pass
         self._pass_rows, self._pass_ends = now.rows, now.last
@@ -265,9 +265,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The class's own, times the weight of the pass; as it is in evaluation.
+        """The class's own loss, times the weight of the pass; unweighted in evaluation.
 
-        What it notes down for a batch is noted once, with the last of its passes.
+        Whatever the class notes down for a batch is noted once, with the last of its passes.
         """
         with nullcontext() if self._factor is None or self._pass_ends else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -279,7 +279,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A batch of an evaluation, whose loss is its own, as in one process."""
+        """Compute a batch of an evaluation, whose loss is its own, as in one process."""
         with processes(self.accelerator, 1):
             return super().prediction_step(*args, **kwargs)
 
@@ -287,7 +287,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._reporter.report(*self._done)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Tokens of all passes, summed over the ranks once an optimizer step, as ranks differ in their passes."""
+        """Count the tokens of all passes; summed over ranks once an optimizer step, as ranks differ in their passes."""
         if self.args.include_num_input_tokens_seen == "no":
             return
         self._tokens += sum(count_tokens(self, each) for each in list_passes(inputs)) if self._pass_rows else 0
@@ -297,11 +297,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._tokens = 0
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of all passes."""
+        """The floating-point operations of all passes."""
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in list_passes(inputs))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """What wasn't logged yet is the mean over ranks too: the trainer takes the first rank's own."""
+        """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first rank."""
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
 
