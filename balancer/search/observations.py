@@ -86,7 +86,7 @@ class Observations:
                 self._explored[position].append(probe)
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """Whether others hold as much of the device's memory as when a layout ran out of it."""
+        """True if others hold as much of the device's memory as when a layout ran out of it."""
         return held_by_others(position, seen) <= self._others.held(position)
 
     def _forget(self, seen: Observation) -> None:
@@ -290,12 +290,12 @@ class Observations:
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """Whether the device was raced, and not held back in its last turn."""
+        """True if the device was raced and not held back in its last turn."""
         raced = self.raced(position)
         return bool(raced) and not raced[-1].held_back(position)
 
     def raced(self, position: int, *stages: Stage) -> list[Timed]:
-        """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
+        """The turns of layouts in which the device took part, in these stages, or in the race and the checks."""
         seen = [one for stage in stages or ("race", "check") for one in self.in_stage(stage)]
         timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.shares[position]]
         return sorted(timed, key=lambda one: one.probe.turn)

@@ -1,4 +1,4 @@
-"""The number of training processes that transformers and accelerate are told."""
+"""The number of training processes, as transformers and accelerate see it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate.state import PartialState
 
 @contextmanager
 def processes(accelerator: Any, number: int) -> Iterator[None]:
-    """A context in which transformers, accelerate and torch are told that `number` processes train."""
+    """A context in which transformers, accelerate and torch see `number` training processes."""
     states = [accelerator.state.__dict__, PartialState._shared_state]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:

@@ -1,7 +1,7 @@
-"""Which batch a forward pass computes: the rows that each rank has of that batch are what its gradients weigh.
+"""The search for the batch that a forward pass computes: its rows on each rank are the weights of gradients.
 
 A loop may take its next batch early, or draw from two loaders in one step. A forward pass that gets a batch's own
-tensors, or views of them, computes that batch. If it gets others, and the batches in hand weigh differently, it is
+tensors, or views of them, computes that batch. If it gets others, and the batches in use weigh differently, it is
 refused.
 """
 
@@ -36,12 +36,12 @@ class Epoch:
         self.batches: list[TakenBatch] = []  # the newest, and older ones that may still be in use
 
     def may_be_computed(self) -> bool:
-        """Whether a loop may still use its newest batch."""
+        """True if a loop may still use the epoch's newest batch."""
         return self.open or self.unfinished or self.batches[-1].is_alive()
 
 
 class TakenBatch:
-    """A batch that a loader handed out: the rows of each rank, and weak references to its tensors."""
+    """A batch that a loader yielded: the rows of each rank, and weak references to its tensors."""
 
     __slots__ = ("origin", "sizes", "tensors", "used")
 
@@ -52,37 +52,37 @@ class TakenBatch:
         self.used = False  # a wrapped model has computed it
 
     def is_alive(self) -> bool:
-        """Whether the loop still holds a tensor of it."""
+        """True if the loop still holds one of the batch's tensors."""
         return any(tensor() is not None for tensor in self.tensors)
 
     def holds(self, addresses: set[int]) -> bool:
-        """Whether a tensor of it lies at one of the addresses."""
+        """True if one of the batch's tensors lies at one of the addresses."""
         return any((tensor := each()) is not None and _address(tensor) in addresses for each in self.tensors)
 
     def weighs_as(self, other: TakenBatch) -> bool:
-        """Whether every rank has the same part of both."""
+        """True if every rank has the same part of both batches."""
         total, others = sum(self.sizes), sum(other.sizes)
         return self.sizes == other.sizes or all(
             mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
         )
 
     def mixes_with(self, other: TakenBatch) -> bool:
-        """Whether the two can be in one backward pass: they weigh the same, now and at the end of their epochs."""
+        """True if both batches can be in one backward pass: they weigh the same, now and at the end of their epochs."""
         return self.weighs_as(other) and (self.origin is other.origin or self.origin.tail == other.origin.tail)
 
 
 class BatchTracker:
-    """The batches that loaders have handed out and loops may still use."""
+    """The batches that loaders have yielded and loops may still use."""
 
     def __init__(self) -> None:
-        self.current: TakenBatch | None = None  # in hand; None after an epoch
-        self.last: TakenBatch | None = None  # in hand, or when the last epoch ended
+        self.current: TakenBatch | None = None  # None after an epoch
+        self.last: TakenBatch | None = None  # the current one, or the one with which the last epoch ended
         self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
         self._manual = Epoch()
-        self._only: TakenBatch | None = None  # in hand, where no other comes into question
+        self._only: TakenBatch | None = None  # the current one, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """A loader hands out its next batch."""
+        """Take the next batch of a loader."""
         if not (self._epochs and self._epochs[-1] is origin):
             self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [origin]
         batches = origin.batches
@@ -97,7 +97,7 @@ class BatchTracker:
         self._only = taken if alone else None
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """The next forward passes compute a batch of no loader's, until one hands out its next batch."""
+        """Begin a batch of no loader's, which forward passes compute until a loader yields its next one."""
         self._manual.batches.clear()
         self.take(self._manual, tuple(sizes), ())
 
@@ -117,7 +117,7 @@ class BatchTracker:
             self.last = self.current or self.last
 
     def is_training(self) -> bool:
-        """Whether a batch of a training loader is in hand."""
+        """True if a loop may still use a batch of a training loader."""
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def skip(self) -> None:
@@ -175,7 +175,7 @@ class BatchTracker:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """Whether it makes no difference, now or later in the epoch, which of their batches is computed."""
+    """True if it makes no difference, now or later in the epoch, which of these epochs' batches is computed."""
     newest = epochs[-1].batches[-1]
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False
@@ -200,7 +200,7 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its storage lies; a tensor without one (a sparse one) by itself."""
+    """The address of a tensor's storage; the id of a tensor without one (a sparse one)."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):

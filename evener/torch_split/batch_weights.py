@@ -26,7 +26,7 @@ class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
 
 
 class BatchWeights:
-    """Rows and weight of one rank in the batch in hand; with `by_loss`, `scale` applies the weight, not a hook.
+    """The rows and weight of one rank in the current batch; with `by_loss`, `scale` applies the weight, not a hook.
 
     `timer` is marked when a step's last gradient is there.
     """
@@ -55,13 +55,13 @@ class BatchWeights:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of all ranks in the batch in hand, after an epoch in its last batch, before the first in a full one."""
+        """The rows of all ranks in the current batch; after an epoch, in its last; before the first, in a full one."""
         batch = self.batches.current or self.batches.last
         return self._shares if batch is None else batch.sizes
 
     @property
     def weight(self) -> float:
-        """This rank's part of the same batch, 0 to 1."""
+        """This rank's part of the current batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
 
     def attach(self, model: Any, device: torch.device, options: dict[str, Any]) -> Any:
@@ -104,19 +104,19 @@ class BatchWeights:
             self.timer.note_backward()
 
     def _weigh(self, sizes: Sequence[int]) -> None:
-        """Gradients come from a batch in which each rank has these rows; a rank may have none."""
+        """Weigh the gradients of a batch in which each rank has these rows; a rank may have none."""
         if not self._by_loss:
             for exchange in self._exchanges:
                 exchange.weigh(gradient_weight(sizes, self._rank))
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """A loader hands out a batch."""
+        """Take a batch that a loader yields."""
         if len(sizes) > 1 and not self.weighed_by_trainer:
             OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """What follows is a batch of which the ranks have these rows."""
+        """Begin a batch of which the ranks have these rows."""
         self.batches.begin(sizes)
         self._waiting = None
 
@@ -130,11 +130,11 @@ class BatchWeights:
 
     @property
     def in_passes(self) -> bool:
-        """Whether a rank needs more than one pass for its share."""
+        """True if a rank needs more than one pass for its share."""
         return self._micros != self._shares
 
     def open_parts(self, batch: Any) -> TakenBatch:
-        """What follows are passes of this batch."""
+        """Begin the passes of this batch."""
         self.refuse_in_parts("parts")
         if self.weighed_by_trainer:
             raise RequestError(
@@ -169,7 +169,7 @@ class BatchWeights:
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Those of the wrapped models; where one device trains, made on first use."""
+        """The exchanges of the wrapped models; made on first use if only one device trains."""
         if len(self._shares) > 1:
             return list(self._exchanges)
         for model in self.models:
@@ -178,7 +178,7 @@ class BatchWeights:
         return list(self._alone.values())
 
     def _has_equal_passes(self) -> bool:
-        """Whether all ranks take as many passes for the batch whose parts are computed."""
+        """True if all ranks take equally many passes for the batch whose parts are computed."""
         batch = self._open
         if batch is None or batch.origin.dealt:
             return False
@@ -205,7 +205,7 @@ class BatchWeights:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Within it, models compute without a step."""
+        """A context in which models compute without a step."""
         self._checking = True
         try:
             yield
@@ -259,7 +259,7 @@ class BatchWeights:
         """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over the batch."""
         batch = self.batches.current
         if batch is not None and not batch.used:
-            self.batches.find((), training=True)  # refuses if several are in hand
+            self.batches.find((), training=True)  # refuses if several are in use
         self._waiting = None
         scaled = loss * (len(self._shares) * self.weight)
         if getattr(scaled, "requires_grad", False):
@@ -269,11 +269,11 @@ class BatchWeights:
         return scaled
 
     def average(self, loss: Any, device: Any) -> Any:
-        """A figure that each rank has of its rows, as that of the batch in hand."""
+        """The current batch's figure, made of each rank's figure of its own rows."""
         return average(loss, self.sizes, device, self.timer)
 
     def is_training(self) -> bool:
-        """Whether a batch to train on is in hand."""
+        """True if a loop may still use a batch to train on."""
         return self.batches.is_training()
 
     def check_trained(self, parameters: list[Any]) -> None:

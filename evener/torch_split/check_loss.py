@@ -1,4 +1,4 @@
-"""What a loss in PyTorch is a mean over: checked on a few rows before the first step, by every trainer's adapter."""
+"""The check of what a PyTorch loss is a mean over, on a few rows before the first step, for every trainer's adapter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_check_batch(
 
 
 def _choose_rows(dataset: Any, order: Sequence[int], collated: Callable[[Sequence[Any]], Any]) -> list[Any]:
-    """The first rows of the order, or rows from all of it where those are alike; sorted by classes and lengths."""
+    """The first rows of the order, or rows from all of it if those are alike; sorted by classes and lengths."""
     items = [dataset[row] for row in order[:ROWS]]
     signs = _list_signs(items, collated)
     if any(len(set(values)) < 2 for values in zip(*signs, strict=False)):
@@ -78,7 +78,7 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _list_signs(items: Sequence[Any], collated: Callable[[Sequence[Any]], Any]) -> list[tuple[int, ...]]:
-    """Of each row its classes and lengths; none where rows can't be collated one by one."""
+    """The classes and lengths of each row; empty if rows can't be collated one by one."""
     try:
         return [tuple(map(_sign, tensors_in(collated([item])))) for item in items]
     except Exception:  # a collator of pairs, say
@@ -103,7 +103,7 @@ class LossCheck:
         self.measure, self.batch, self._count = measure, batch, count
 
     def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
-        """What the loss of `function` is a mean over; RequestError where it is none, or none over what is `wanted`."""
+        """The meaning of the loss of `function`; RequestError if it is no mean, or none over what is `wanted`."""
 
         def fits(figures: LossFigures) -> bool:
             return bool(set(judge(figures).mean_over) & set(wanted or figures.counts))
@@ -133,7 +133,7 @@ class LossCheck:
         return LossFigures(whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding)
 
     def _is_random(self, function: Compute, figures: LossFigures) -> bool:
-        """Whether random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
+        """True if random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
         with self.measure.open():
             other = self.measure.compute(function, self.batch.whole, SEED + 1)
         if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
@@ -153,7 +153,7 @@ class LossCheck:
 
 
 def find_together(find: Callable[[], Found | None]) -> Found | None:
-    """What `find` returns on the first rank that it returns something on; every rank calls it.
+    """The result of `find` on the first rank where it isn't None; every rank calls this.
 
     RequestError on every rank if it raises one on any. Any other error is the user's code's, or out of memory: a
     warning says that the loss wasn't checked, and the training says the rest.

@@ -19,7 +19,7 @@ class DealtBatch:
         self.rows = rows
 
     def map(self, function: Callable[[Any], Any]) -> DealtBatch:
-        """The same with `function` of each pass's batch."""
+        """The batch with `function` applied to the data of each pass."""
         return DealtBatch(list(map(function, self.passes)), self.rows)
 
     def _refuse(self, *_: Any) -> NoReturn:

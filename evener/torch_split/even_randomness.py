@@ -94,7 +94,7 @@ def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> A
 
 
 def _last_axis(tensor: Any) -> Any:
-    """Of what has two axes or more its first line along the last one, else one value."""
+    """The first line of a tensor along its last axis if it has two axes or more, otherwise one value."""
     return tensor[(0,) * (tensor.ndim - 1)] if tensor.ndim > 1 else tensor[:1] if tensor.ndim else tensor
 
 

@@ -107,7 +107,7 @@ class Exchange:
     # ------------------------------------------------------------------ what a batch weighs
 
     def weigh(self, weight: float) -> None:
-        """Gradients that come now are of a batch that weighs so much; those that wait for their sum keep their own."""
+        """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
                 bucket.fold(self.weight)
@@ -226,25 +226,25 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """A pass is about to go backward; `dependent`: its rows depend on random draws, or on one another."""
+        """Begin a pass's way backward; `dependent`: its rows depend on random draws, or on one another."""
         self._fired = bytearray(len(self.parameters))
         self._armed = self._alone
         self.held.open(dependent)
 
     def close(self) -> None:
-        """It went."""
+        """Finish a pass that has gone backward."""
         if self._alone:
             self._armed = False
             self.held.merge(self._fired)
             self.held.close()
 
     def buffers(self) -> list[torch.Tensor]:
-        """Those that a pass may change."""
+        """The buffers that a pass may change."""
         module = self._module()
         return [] if module is None else list(module.buffers())
 
     def fail(self) -> None:
-        """The pass ended in an error: what was sent stays, and what can't stay is undone."""
+        """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""
         _open.pop(self, None)
         self.held.fail(self._fired)
         self._armed = self._blind = False

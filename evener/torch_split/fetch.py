@@ -1,4 +1,4 @@
-"""How the rows of a batch are fetched: at once by a tensor of row numbers where the data can, else as DataLoader does.
+"""The fetching of a batch's rows: at once by a tensor of row numbers if the data can, otherwise as DataLoader does.
 
 Row by row, Python takes about 10 µs a row; a fast GPU is done with a small network's batch before it is fetched.
 """
@@ -17,10 +17,10 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """How `dataset` gives a whole batch by a tensor of row numbers; None for one that can't.
+    """The function by which `dataset` gives a whole batch for a tensor of row numbers; None if it has none.
 
-    A TensorDataset can, a Subset of it, and a data set whose `__getitems__(self, rows: torch.Tensor)` says so by its
-    annotation; it returns the batch as the loop gets it.
+    A TensorDataset has one, as do a Subset of it and a data set whose `__getitems__(self, rows: torch.Tensor)` says so
+    by its annotation; it returns the batch as the loop gets it.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors

@@ -57,7 +57,7 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: StepTimer) -> 
 
 
 def is_equal_everywhere(value: int, device: torch.device) -> bool:
-    """Whether all ranks have the same number."""
+    """True if all ranks have the same number."""
     pair = torch.tensor([value, -value], device=device)
     dist.all_reduce(pair, dist.ReduceOp.MAX)
     return bool(pair[0] == -pair[1])

@@ -1,4 +1,4 @@
-"""What stays of a pass that failed: gradients that can be undone are, and those that can't are final."""
+"""The gradients of a pass that failed: those that can be undone are, and those that can't are final."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class Held:
     """Gradients of earlier passes while a pass is computed that may have to be computed again.
 
-    Where rows depend on random draws or on one another (`late`), nothing of a pass may stay if it fails. Elsewhere each
+    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it fails. Otherwise each
     gradient that is there is the whole pass's, and is final: a second try leaves it as it is.
     """
 
@@ -23,11 +23,11 @@ class Held:
 
     @property
     def is_final(self) -> bool:
-        """Whether a pass failed whose rows are being computed again, but for gradients that are there."""
+        """True while the rows of a failed pass are computed again, except for gradients that are already there."""
         return self._final is not None
 
     def open(self, dependent: bool) -> None:
-        """A pass is about to go backward."""
+        """Begin a pass's way backward."""
         self.opened, self.late = True, dependent or self._final is not None
         self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
         if self.apart:
@@ -36,7 +36,7 @@ class Held:
                 each.grad = None
 
     def merge(self, fired: bytearray) -> None:
-        """Add what the pass gave to what was kept, but for what is final."""
+        """Add the pass's gradients to those that were kept, except for final ones."""
         if self._kept is None:
             return
         sums: list[Any] = []
@@ -54,11 +54,11 @@ class Held:
                 torch._foreach_add_(sums, added)
 
     def close(self) -> None:
-        """The pass is complete."""
+        """Finish a complete pass."""
         self.opened = self.late = self.apart = False
 
     def settle(self) -> None:
-        """All rows of the pass that failed are computed."""
+        """Forget a failed pass whose rows are now all computed."""
         self._final = None
 
     def fail(self, fired: bytearray) -> None:

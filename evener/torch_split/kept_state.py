@@ -1,4 +1,4 @@
-"""What computing a loss leaves behind in modules and trainers: put back afterwards, so that a check leaves no trace."""
+"""The state of modules and trainers, put back after a loss was computed, so that a check leaves no trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def seed_all(seed: int) -> None:
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    """What it takes to put a value back in place; None for what is only referred to."""
+    """The data that put a value back in place; None for a value that is only referred to."""
     if id(value) in memo:
         return None
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which rows each rank computes where rows are of unequal length: the global batches stay, and are dealt by cost."""
+"""The rows that each rank computes if rows are of unequal length: global batches stay, and are divided by cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evener.torch_split.dealt_batch import DealtBatch
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.training.dealing import Deal, Dealer
 
-_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the one in hand
+_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
 
 
 class LengthSampler(UnevenBatchSampler):
@@ -43,7 +43,7 @@ class LengthSampler(UnevenBatchSampler):
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
 
     def deal_at(self, first: int, epoch: int) -> Deal:
-        """How the global batch that begins with the epoch's row `first` is dealt."""
+        """The deal of the global batch that begins with the epoch's row `first`."""
         found = self._deals.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -53,28 +53,28 @@ class LengthSampler(UnevenBatchSampler):
         return found
 
     def sizes_at(self, first: int, epoch: int | None = None, schedule: Any = None) -> tuple[int, ...]:
-        """The rows of each rank in that batch; 0 for one that only keeps step."""
+        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only keeps step."""
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """The rows that count of each of this rank's passes in that batch."""
+        """The rows that count in each of this rank's passes of the batch that begins with row `first`."""
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """The tokens of this rank's rows in that batch, without and with padding."""
+        """The tokens of this rank's rows in the batch that begins with row `first`, without and with padding."""
         deal = self.deal_at(first, epoch)
         return deal.tokens[self.rank], deal.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The rows of each pass, from the epoch and position of now."""
+        """The rows of each pass, from the current epoch and position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """The same, all passes of a batch at once."""
+        """The rows of each batch, as a list of its passes, from the current epoch and position."""
         return (self._passes(first, epoch) for epoch in (self.epoch,) for first in self._firsts())
 
     def _firsts(self) -> range:
-        """Where the batches begin that are left of this epoch."""
+        """The first rows of the batches that are left of this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -95,11 +95,11 @@ class LengthSampler(UnevenBatchSampler):
             yield DealtBatch(passes, rows) if self._in_passes else passes[0]
 
     def digest(self, epoch: int) -> int:
-        """What tells other lengths, or another order of the user's own, from these."""
+        """A digest of the lengths, and of the user's own order of an epoch if there is one."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def rows_of_odd_tail(self) -> object:
-        """Every batch weighs the ranks differently."""
+        """An object equal to no other, as every batch weighs the ranks differently."""
         return object()
 
     def _draw(self, epoch: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class LengthSampler(UnevenBatchSampler):
 def make_sampler(
     rows: int, shares: Sequence[int], rank: int, dealing: tuple[Any, Dealer] | None, *, join_tail: bool, **options: Any
 ) -> UnevenBatchSampler:
-    """One that deals rows by their lengths, where `dealing` has these and who deals."""
+    """The sampler of a rank: by the lengths of rows if `dealing` has these and a dealer, otherwise by their number."""
     if dealing is None:
         return UnevenBatchSampler(rows, shares, rank, join_tail=join_tail, **options)
     return LengthSampler(rows, shares, rank, lengths=dealing[0], dealer=dealing[1], **options)

@@ -48,7 +48,7 @@ class Loader:
     """Batches of this rank's rows, in step with the other ranks; other libraries find a DataLoader's attributes.
 
     Every loop is a new epoch in a new order, unless `set_epoch` or `load_state_dict` says which; it begins with its
-    first batch. With a `prefetch` of 1 or more, so many batches are fetched ahead and sent to `device`; with 0, each is
+    first batch. With a `prefetch` of 1 or more, as many batches are fetched ahead and sent to `device`; with 0, each is
     fetched when it is asked for and stays on the host. `listener` hears of the steps, as `training` or validation.
     """
 
@@ -99,7 +99,7 @@ class Loader:
 
     @property
     def sampler(self) -> RowSampler:
-        """Its rows one by one."""
+        """A sampler of the loader's rows, one by one."""
         return RowSampler(self)
 
     @property
@@ -138,7 +138,7 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As DataLoader's, for another process; nobody hears of that one's steps."""
+        """The state of a copy for another process, as DataLoader's; the copy's steps aren't reported."""
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
@@ -160,7 +160,7 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is once the batch in hand is done; the same on every rank, fit for JSON."""
+        """The position of the training after the current batch; the same on every rank, fit for JSON."""
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where a training is in all its loaders, for a checkpoint."""
+"""The positions of a training in all its loaders, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoaderStates:
         self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't made yet
 
     def add(self, loader: Loader) -> Loader:
-        """Remember it; it goes on where the loader of its place was, if a state was loaded before it was made."""
+        """Remember a loader; it goes on where the loader of its place was, if a state was loaded before it was made."""
         self._made.append(weakref.ref(loader))
         if self._waiting:
             loader.load_state_dict(self._waiting.pop(0))

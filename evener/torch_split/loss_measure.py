@@ -41,7 +41,7 @@ class LossMeasure:
 
     @contextmanager
     def open(self, training: bool = True) -> Iterator[LossMeasure]:
-        """Within it, `compute` leaves no trace; `training`: with what models do in training only.
+        """A context in which `compute` leaves no trace; `training`: models compute as in training.
 
         The weights are moved a little: those that are all zero give every row the same loss, until they have learned.
         """
@@ -58,7 +58,7 @@ class LossMeasure:
 
     @property
     def draws(self) -> int:
-        """How often the newest pass drew random numbers of PyTorch."""
+        """The number of times that the newest pass drew random numbers of PyTorch."""
         return self._randomness.draws
 
     def compute(self, function: Compute, batch: Any, seed: int = SEED) -> float:
@@ -75,7 +75,7 @@ class LossMeasure:
         return float(loss.detach().double().sum()) if isinstance(loss, torch.Tensor) else float(loss)
 
     def _list_states(self) -> dict[str, tuple[int, int]]:
-        """What tells that a buffer was changed, by name; BatchNorm's are left as they are here."""
+        """The identity and version of each buffer, by name, to find changed ones; BatchNorm's don't change here."""
         return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def _find_rounding(self, loss: Any) -> float:
@@ -135,7 +135,7 @@ def _find_padding(model: torch.nn.Module) -> WeakIdKeyDictionary:
 
 
 def _move(data: torch.Tensor, kept: int | None) -> torch.Tensor:
-    """By a tenth of their spread, but for a row that is kept."""
+    """The data moved by a tenth of their spread, except for a row that is kept."""
     whole = data.float() if data.dtype in _HALF else data
     spread = whole.std() if whole.numel() > 1 else whole.abs().sum()
     moved = whole + torch.randn_like(whole) * (0.1 * spread + 0.01)

@@ -1,4 +1,4 @@
-"""Memory that ran out: how errors say so, how it is given back, and what holds it."""
+"""Out of memory: the errors that say so, the release of memory, and its use."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SIGNS = (  # of errors of other types that mean the same
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it says that memory ran out, by PyTorch's allocator or by a library that it calls."""
+    """True if an error says that memory ran out, in PyTorch's allocator or in a library that it calls."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def drop_frames(error: BaseException) -> str:
-    """Let go of what the frames of an error hold; the error as text, which holds nothing."""
+    """Release what the frames of an error hold; returns the error as text, which holds nothing."""
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -53,7 +53,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def describe_memory(device: torch.device) -> str:
-    """What memory holds, for a sentence."""
+    """The use of the device's memory, as a part of a sentence."""
     if device.type != "cuda":
         return "the memory of this machine's CPU"
     own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)

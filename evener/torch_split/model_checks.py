@@ -1,4 +1,4 @@
-"""What a model is looked at for before it is wrapped, and hooks that notice gradients that nothing weighs."""
+"""Checks of a model before it is wrapped, and hooks that notice gradients that nothing weighs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def find_wrapper(model: Any) -> Any:
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether FSDP2 shards its parameters."""
+    """True if FSDP2 shards the model's parameters."""
     return "FSDPModule" in _class_names(model)
 
 
 def has_own_work(model: Any, rebalances: bool) -> bool:
-    """Whether a rank waits for no other within a pass, as in FSDP2's layers and in normalization over ranks.
+    """True if no rank waits for another within a pass, as they do in FSDP2's layers and in normalization over ranks.
 
-    RequestError if it does, and shares are to follow own work.
+    RequestError if one does, and shares are to follow own work.
     """
     if not (is_sharded(model) or any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())):
         return True
@@ -56,7 +56,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_sharded(model: Any, weigh: str) -> bool:
-    """Whether FSDP2 shards the model; RequestError if its gradients are to be weighted."""
+    """True if FSDP2 shards the model; RequestError if its gradients are to be weighted."""
     sharded = is_sharded(model)
     if sharded and weigh == "gradients":
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What tells one PyTorch model from another: the plan's figures hold for the model that they were measured with."""
+"""A digest that tells one PyTorch model from another: the plan's figures hold for the model that was measured."""
 
 from __future__ import annotations
 

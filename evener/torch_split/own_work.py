@@ -1,6 +1,6 @@
-"""How long this rank's steps take, and what of each is its own work, waiting for other ranks, and waiting for data.
+"""The timing of one rank's steps, divided into its own work, waiting for other ranks, and waiting for data.
 
-The sum of gradients makes every rank's backward pass equally long. What tells ranks apart is the time until the last
+The sum of gradients makes every rank's backward pass equally long. Ranks differ in the time until the last
 gradient is ready, as the exchange of all gradients can't end before it is ready on every rank.
 """
 
@@ -33,58 +33,58 @@ class Clock(Protocol):
     """Marks points of time whose distance is known once they are past."""
 
     def mark(self) -> Any:
-        """This point."""
+        """A mark at the present point of time."""
 
     def is_past(self, mark: Any) -> bool:
-        """Whether its distance from earlier ones is known."""
+        """True if a mark's distance from earlier ones is known."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that are past."""
+        """The seconds between two marks that are past."""
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Nobody asks for these any more."""
+        """Take back marks that nobody asks for any more."""
 
 
 class HostClock:
-    """For a CPU, which computes what the loop says at once."""
+    """The clock of a CPU, which computes at once."""
 
     mark = staticmethod(time.perf_counter)
 
     def is_past(self, mark: float) -> bool:
-        """Always."""
+        """True for every mark."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """Between the two."""
+        """The seconds between two marks."""
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Numbers need no second use."""
+        """Do nothing: numbers need no second use."""
 
 
 class GpuClock:
-    """For a GPU, which computes what the loop says later: events on the current stream."""
+    """The clock of a GPU, which computes later than the loop runs: events on the current stream."""
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """An event behind all that is enqueued now."""
+        """An event after all that is enqueued now."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event
 
     def is_past(self, mark: Any) -> bool:
-        """Whether the GPU has come to it; nothing waits."""
+        """True if the GPU has come to a mark; doesn't wait."""
         return bool(mark.query())
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Of the GPU between the two."""
+        """The seconds of the GPU between two marks."""
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Record these again, which takes less than a new event."""
+        """Take back events to record them again, which takes less time than new ones."""
         self._free.extend(marks)
 
 
@@ -92,15 +92,15 @@ class TimedStep(NamedTuple):
     """Seconds of one step; NaN for what isn't known."""
 
     sizes: tuple[int, ...]  # rows of each rank
-    own_work_s: float  # with the batch in hand, until the last gradient is ready
+    own_work_s: float  # from the batch's arrival until the last gradient is ready
     waiting_s: float  # from there until the backward pass ends
-    input_s: float  # until the batch is in hand
+    input_s: float  # until the batch arrives
     step_s: float
     between_s: float  # from the backward pass until the next batch is asked for, without the optimizer's step
 
 
 class StepMedians(NamedTuple):
-    """The same of the last steps, 0 for what isn't known; spreads are interquartile ranges over the median."""
+    """The medians of the last steps, 0 for unknown ones; spreads are interquartile ranges over the median."""
 
     work: DeviceTimes
     input_s: float
@@ -137,19 +137,19 @@ class StepTimer:
         _timers.add(self)
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """A batch is in hand, of which the ranks have these rows."""
+        """Begin a batch of which the ranks have these rows."""
         self.sizes = sizes
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
         self._computed = self._applied = False
 
     def _enter(self, doing: Doing, *after: Doing) -> None:
-        """This begins, if one of the others goes on."""
+        """Begin `doing` if one of `after` goes on."""
         if self._marks and self._marks[-1][0] in after:
             self._marks.append((doing, self._clock.mark()))
 
     def note_gradients(self) -> None:
-        """The last gradient is ready; with several passes, called for each."""
+        """Note that the last gradient is ready; with several passes, called for each."""
         self._computed = True
         marks = self._marks
         if marks and marks[-1][0] == SUM:
@@ -159,23 +159,23 @@ class StepTimer:
         self._enter(SUM, OWN)
 
     def note_backward(self) -> None:
-        """The backward pass has ended, and its waiting for other ranks."""
+        """Note that the backward pass has ended, with its waiting for other ranks."""
         self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
-        """An optimizer begins."""
+        """Note that an optimizer begins."""
         if self._alone and self._marks and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]:
             self.note_gradients()  # nothing else says that they are ready
         self._applied = True
         self._enter(UPDATE, SUM, BETWEEN)
 
     def note_updated(self) -> None:
-        """It has ended."""
+        """Note that an optimizer has ended."""
         self._enter(BETWEEN, UPDATE)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """What runs within waits for other ranks: it is no own work."""
+        """A context whose time is spent waiting for other ranks, not on own work."""
         before = self._marks[-1][0] if self._marks else SUM
         self._enter(SUM, OWN, UPDATE, BETWEEN)
         yield
@@ -194,12 +194,12 @@ class StepTimer:
             loss.register_hook(lambda _: _at_the_end(self.end_own_work))
 
     def now(self) -> tuple[int, Doing]:
-        """How many batches were begun, and what goes on; on a GPU, what the loop has come to."""
+        """The number of batches begun, and what the loop is doing now; a GPU may be behind it."""
         doing = self._marks[-1][0] if self._marks else BETWEEN if self._asked is None else INPUT
         return self._batches, doing
 
     def finish(self) -> bool:
-        """The loop asks for its next batch; whether gradients of this one were computed, and exchanged."""
+        """End a step as the loop asks for its next batch; True if its gradients were computed and exchanged."""
         done = self._clock.mark()
         if self._marks and (self._computed or self._applied):
             self._steps.append(_Marked(self.sizes, self._asked, self._marks, done))
@@ -209,12 +209,12 @@ class StepTimer:
         return computed
 
     def pause(self) -> None:
-        """The loop has ended: what comes before its next batch belongs to no step."""
+        """End a loop: time before the next batch belongs to no step."""
         self._asked, self._marks = None, []
         self._computed = self._applied = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Of the last steps, so many at most, those that the device has computed."""
+        """The steps among the last `count` that the device has computed."""
         for place, step in enumerate(self._steps):
             if isinstance(step, _Marked) and self._clock.is_past(step.done):
                 self._steps[place] = self._time(step)
@@ -222,7 +222,7 @@ class StepTimer:
         return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
 
     def medians(self) -> StepMedians:
-        """Of the last steps."""
+        """The medians of the last steps."""
         steps = self.last()
         own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))] for name in TimedStep._fields[1:]
@@ -246,7 +246,7 @@ class StepTimer:
 
 
 def make_timer(device: torch.device, alone: bool) -> StepTimer:
-    """For the steps of a rank on `device`."""
+    """A timer for the steps of a rank on `device`."""
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
 
 
@@ -254,7 +254,7 @@ _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
 
 
 def _at_the_end(call: Callable[[], None]) -> None:
-    """Of the backward pass that runs."""
+    """Call a function at the end of the backward pass that runs."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

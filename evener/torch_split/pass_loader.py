@@ -45,7 +45,7 @@ class PassLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training is once `done` passes are computed; the same on every rank that has as many."""
+        """The position of the training after `done` passes; the same on every rank that has as many."""
         passes: PassSampler = self.batch_sampler
         steps, rest = divmod(self.done, passes.passes)
         rows = passes.sampler

@@ -1,6 +1,6 @@
 """Batches fetched and sent to a GPU while it computes: a thread, pinned memory and a stream of its own.
 
-At most `depth` batches wait on the device beside the one in hand, and the loop runs at most so many steps ahead of the
+At most `depth` batches wait on the device beside the current one, and the loop runs at most as many steps ahead of the
 GPU: so the memory that they take is bounded, and the same in a probe as in a training.
 """
 
@@ -59,7 +59,7 @@ class Prefetcher:
         return batch
 
     def wait_until_full(self) -> None:
-        """Return when as many batches wait as there may be: whoever times steps has then paid for those it took."""
+        """Wait until no more batches may be fetched ahead: a caller that times steps then paid for those it took."""
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
@@ -100,7 +100,7 @@ class Prefetcher:
                 if not self._ended:
                     self._ready.append(ready)
                 self._change.notify_all()
-            del ready  # whoever takes it is the only one to hold it
+            del ready  # the loop that takes it is the only one to hold it
 
     def _has_space(self) -> bool:
         with self._change:
@@ -119,7 +119,7 @@ class _Lane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # data that lie there are complete
 
     def context(self) -> AbstractContextManager[None]:
-        """What runs within is enqueued on the stream."""
+        """A context in which work is enqueued on the stream."""
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 

@@ -1,4 +1,4 @@
-"""Where a PyTorch training process stands: its rank among the plan's active devices, its device, its process group."""
+"""The place of a PyTorch training process: its rank among the plan's active devices, its device, its process group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 def find_stand() -> Stand:
-    """From the process group if there is one, else from torchrun's variables, else alone; PlanError for a wrong one."""
+    """This process's place: by its process group, else torchrun's variables, else alone; PlanError for a wrong one."""
     if dist.is_available() and dist.is_initialized():
         return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
     if "WORLD_SIZE" not in os.environ:
@@ -94,7 +94,7 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
 
 
 def is_cpu(share: Share) -> bool:
-    """Whether a share is a CPU slice's."""
+    """True if a share is that of a CPU slice."""
     return share.device.startswith("cpu-")
 
 
@@ -115,7 +115,7 @@ def settle(device: Any, share: Share | None) -> None:
 
 
 def _pin_threads(cores: Iterable[int]) -> None:
-    """Also those of a process group that a trainer made before: on other cores they would slow other ranks."""
+    """Pin all threads, also those of a trainer's earlier process group: on other cores they would slow other ranks."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
@@ -135,7 +135,7 @@ def _keep_memory() -> None:
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
-    """What every rank says of itself, in the order of ranks, before a device is chosen; every rank calls it."""
+    """The RankInfo of every rank, in the order of ranks, before a device is chosen; every rank calls it."""
     if stand.world == 1:
         return [own]
     if dist.is_initialized():
@@ -158,7 +158,7 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
 
 @cache
 def _open_store() -> Any:
-    """Where ranks that a launcher started find each other, before they have a process group."""
+    """The store in which ranks that a launcher started find each other, before they have a process group."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store

@@ -34,11 +34,11 @@ class RankShares(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...]  # of the plan; where there is none, this rank's device for each
     workload: str
     training: str  # a name for it that all ranks have
-    samples_per_second: float = 0.0  # that the plan promises; 0: none, or for another global batch
+    samples_per_second: float = 0.0  # that the plan expects; 0: none, or for another global batch
 
     @property
     def share(self) -> Share:
-        """This rank's, with the rows of this training."""
+        """This rank's share, with the rows of this training."""
         batch, micro = self.batches[self.rank], self.micros[self.rank]
         return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
@@ -60,7 +60,7 @@ class RankShares(msgspec.Struct, frozen=True):
         return max(-(-batch // count) for batch, count in zip(self.batches, self.passes, strict=True))
 
     def with_equal_passes(self) -> RankShares:
-        """Every rank in as many passes as the one that needs most."""
+        """The shares with every rank in as many passes as the one that needs most."""
         return msgspec.structs.replace(self, passes=(max(self.passes),) * self.world)
 
 
@@ -73,7 +73,7 @@ def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
 
 
 def open_plan_together(plan: Plan | str | os.PathLike[str] | None, stand: Stand) -> Plan | None:
-    """As `open_plan`, where every rank then finds its share: none waits for one that can't read its plan."""
+    """The plan, as `open_plan` finds it, on every rank: none then waits for one that can't read its plan."""
     try:
         return open_plan(plan)
     except EvenerError as fault:
@@ -141,7 +141,7 @@ def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...]
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Those of a batch that each rank computes in one pass: validation isn't cut into passes."""
+    """The shares of a batch that each rank computes in one pass: validation isn't cut into passes."""
     if tuple(shares) == tuple(micros):
         return tuple(shares)
     return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)
@@ -154,7 +154,7 @@ def share_by_ratios(
     gpus: dict[str, int],
     options: Mapping[str, bool | str],
 ) -> RankShares:
-    """By the ratios, or as evenly as can be; every rank calls it.
+    """The shares by the ratios, or as even as can be; every rank calls it.
 
     RequestError if there isn't one for each process; as `find_rank_shares` if the ranks differ.
     """

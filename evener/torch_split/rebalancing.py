@@ -56,13 +56,13 @@ class Rebalancing:
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
 
     def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """A loader draws batches by this sampler, so many before their turn at most."""
+        """Add the sampler of a loader, which draws batches at most `ahead` batches before their turn."""
         sampler.changes = True
         self._samplers.add(sampler)
         self._ahead = max(self._ahead, ahead)
 
     def fix_passes(self, passes: Sequence[int]) -> None:
-        """The ranks take so many passes, whatever their shares."""
+        """Fix the number of passes of each rank, whatever the shares."""
         self._passes = tuple(passes)
 
     def after_step(self, sizes: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians(self) -> tuple[float, float]:
-        """Of own work and steps in the window, 0 where none has been computed yet."""
+        """The median seconds of own work and of steps in the window, 0 before any was computed."""
         shares = self._reporter.shares.batches
         steps = [step for step in self._reporter.timer.last(self._window_steps) if step.sizes == shares]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
@@ -97,7 +97,7 @@ class Rebalancing:
         return median(own) if own else 0.0, median(whole) if whole else 0.0
 
     def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
-        """Of this rank's windows, the seconds of its steps, and how far it draws rows ahead; zeros for the others."""
+        """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""
         own = [*self._windows.values(), step_s, self._ahead]
         before = self._planned.rank * len(own)
         behind = (self._planned.world - 1) * len(own) - before
@@ -117,7 +117,7 @@ class Rebalancing:
                 break
 
     def _decide(self, end: int, own_work_s: Sequence[float], batches: int) -> bool:
-        """Whether shares change by a window that ended at this step, so many batches on."""
+        """Decide on shares by a window that ended at step `end`; True if they change, `batches` batches later."""
         before = self._reporter.shares.batches
         if self._rule is None:
             self._rule = self._make_rule()

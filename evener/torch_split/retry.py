@@ -110,14 +110,14 @@ class Passes:
             part.batch, part.passes = batch, None
 
     def open(self) -> None:
-        """A part is about to go backward."""
+        """Begin a part's way backward."""
         self._backward += 1
         dependent = self._state is not None and self._state.is_changed()
         for exchange in self._exchanges:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """It went."""
+        """Finish a part that has gone backward."""
         for exchange in self._exchanges:
             exchange.close()
 
@@ -133,7 +133,7 @@ class Passes:
             self._constant |= self._state.unchanged()
 
     def catch(self, error: BaseException) -> str:
-        """What it says if the pass can be computed again: memory ran out, and one backward pass began at most."""
+        """The error as text if its pass can be computed again: memory ran out, with at most one backward pass begun."""
         if not is_out_of_memory(error) or self._backward > 1 or not self._exchanges:
             return ""
         return drop_frames(error)
@@ -220,7 +220,7 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """Whether rows depend on what was drawn, or on one another, as far as the forward pass shows."""
+        """True if rows depend on random draws, or on one another, as far as the forward pass shows."""
         if self._mixes_rows or any(each._version != version for each, version, _ in self._buffers):
             return True
         if not torch.equal(self._torch, torch.get_rng_state()):
@@ -232,7 +232,7 @@ class PassState:
         )
 
     def restore(self) -> None:
-        """As before the pass."""
+        """Put random numbers and buffers back as they were before the pass."""
         random.setstate(self._numbers[0])
         numpy.random.set_state(self._numbers[1])
         torch.set_rng_state(self._torch)
@@ -254,7 +254,7 @@ def _position(state: Any) -> tuple[int, int]:
 
 
 def meets_in_passes(model: Any) -> bool:
-    """Whether a rank waits for others within a pass of this model."""
+    """True if a rank waits for others within a pass of this model."""
     return is_sharded(model) or any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
 
 

@@ -43,7 +43,7 @@ class RowOrder:
         return self._drawn
 
     def digest(self, epoch: int) -> int:
-        """What tells one epoch's order from another."""
+        """A digest that tells one epoch's order from another."""
         drawn = self.draw(epoch)
         if self._digest is None:
             self._digest = crc32(drawn.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Which rows of a data set each rank computes: unequal slices of one global order, each row once per epoch.
+"""The rows of a data set that each rank computes: unequal slices of one global order, each row once per epoch.
 
 Every rank draws the same order and takes its own slice of each global batch, so nothing is exchanged. A rank that has
 no row in a short last batch gets one to keep step with; that row has weight 0.
@@ -65,14 +65,14 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Take these shares, in loops that run from the batch on that comes `ahead` batches behind the next one."""
+        """Take these shares; in loops that run, from the batch on that comes `ahead` batches after the next one."""
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     @property
     def schedule(self) -> ShareSchedule:
-        """Of the newest loop."""
+        """The shares of the newest loop, by row."""
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
@@ -108,9 +108,9 @@ class UnevenBatchSampler:
         return self.sizes_at(self.position + step * self.global_batch)
 
     def sizes_at(self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None) -> tuple[int, ...]:
-        """The same of the step that begins with row `first` of `epoch`, in a loop with this schedule.
+        """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with this schedule.
 
-        This epoch and the newest loop unless said.
+        Without these, in this epoch and the newest loop.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -130,7 +130,7 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The same as tensors (rows,) of int64, from the epoch and position of now, by a schedule of their own."""
+        """This rank's rows of each step as int64 tensors (rows,), from the current position on, by a new schedule."""
         self._schedules.append(ShareSchedule(self.shares, self.position))
         return self._slices(self._draw(self.epoch), self.position, self.steps_left, self.schedule)
 
@@ -162,11 +162,11 @@ class UnevenBatchSampler:
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """What tells the user's own order of an epoch from another; None without one."""
+        """A digest that tells the user's own order of an epoch from another; None without one."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Where the training is once `steps` steps from the position are done; the same on every rank."""
+        """The position of the training `steps` steps on; the same on every rank."""
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))

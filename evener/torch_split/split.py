@@ -129,7 +129,7 @@ class Split:
 
     @property
     def rows(self) -> int:
-        """Rows of this rank's batch in hand that count; 0 if it only keeps step. RequestError outside a loop."""
+        """The rows that count of this rank's current batch; 0 if it only keeps step. RequestError outside a loop."""
         batch = self._weights.batches.current
         if batch is None:
             raise RequestError("No batch is in hand: split.rows is of the loader's batch.", "Read it inside the loop.")
@@ -137,7 +137,7 @@ class Split:
 
     @property
     def weight(self) -> float:
-        """This rank's part of the batch in hand, 0 to 1; after a loop, of its last batch."""
+        """This rank's part of the current batch, 0 to 1; after a loop, of its last batch."""
         return self._weights.weight
 
     def loader(
@@ -183,21 +183,21 @@ class Split:
         return self._states.add(made) if training else made
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of the split: where each training loader is once the batch in hand is done.
+        """The state that a checkpoint needs of the split: each training loader's position after the current batch.
 
-        The same on every rank, and fit for JSON.
+        It is the same on every rank, and fit for JSON.
         """
         state = self._states.state_dict()
         return state if self._rebalancing is None else {**state, **self._rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the training loaders, in the order in which they are made, go on there; also under another plan."""
+        """Make the training loaders, in the order in which they are made, go on at `state`; also under another plan."""
         if self._rebalancing is not None and "planned" in state:
             self._rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
     def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
-        """For `lightning.Trainer(strategy=...)`: DistributedDataParallel with these shares; options as DDPStrategy has.
+        """A strategy for `lightning.Trainer`: DistributedDataParallel with these shares; options as DDPStrategy has.
 
         Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError before the first step
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
@@ -285,7 +285,7 @@ class Split:
         return found
 
     def scale(self, loss: Any) -> Any:
-        """With `weigh="loss"`: the mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact."""
+        """The mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact; for `weigh="loss"`."""
         self._weights.refuse_in_parts("scale")
         if self.weigh != "loss" or self._strategy is not None:
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
@@ -304,7 +304,7 @@ class Split:
         return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All ranks' rows of the batch in hand, in its order: (n_i, ...) of each rank as (N, ...); every rank calls it.
+        """All ranks' rows of the current batch, in its order: (n_i, ...) of each rank as (N, ...); every rank calls it.
 
         Rows that only keep step are left out. Gradients flow back to the rank that computed a row, so that a loss over
         the whole batch is exact: every rank computes it and calls backward().
@@ -320,7 +320,7 @@ class Split:
         return cast(AbstractContextManager[None], model.no_sync() if hasattr(model, "no_sync") else nullcontext())
 
     def mean(self, value: Any) -> float:
-        """The mean over the global batch in hand of a figure that each rank has as the mean over its rows."""
+        """The mean over the current global batch of a figure that each rank has as the mean over its rows."""
         self._weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self._weights.sizes[self.rank] else 0.0))
 

@@ -25,9 +25,9 @@ def check_part_loss(
     models: Iterable[Any],
     device: torch.device,
 ) -> LossMeaning | None:
-    """What the loss of a part is a mean over: rows, or what `count` counts; None where it couldn't be checked.
+    """The meaning of a part's loss: a mean over rows, or over what `count` counts; None if it couldn't be checked.
 
-    None too for a loss that is the whole batch's by split.loss or split.gather. RequestError on every rank if it is no
+    None also for a loss that is the whole batch's by split.loss or split.gather. RequestError on every rank if it is no
     such mean on any; every rank calls it. `loader` has a data set, a sampler of shares and a collate function.
     """
     wrapped = list(models)

@@ -1,4 +1,4 @@
-"""What one rank's training says to the monitor of its steps: samples/s, how it spends a step, changes of shares."""
+"""Reports of one rank's steps to the monitor: samples/s, the times within a step, changes of shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a split does in each step of a loader's: it weighs and times the batch, and tells the monitor."""
+"""The steps of a split's loader: each batch is weighed and timed, and reported to the monitor."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Steps(StepListener):
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """The loop gets this batch."""
+        """Begin a batch that the loop gets."""
         if self._reporter is not None:
             self._reporter.timer.begin(sizes)
         self._weights.take(origin, sizes, batch)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """The loop is done with it."""
+        """Report a batch that the loop is done with."""
         if self._reporter is not None:
             self._reporter.report(sizes[self._reporter.shares.rank], tokens)
             self._reporter.finish()

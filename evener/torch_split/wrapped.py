@@ -1,4 +1,4 @@
-"""What stands around a model whose gradients are summed by an Exchange: a module of ours, or the user's own wrapper."""
+"""Wrappers of a model whose gradients an Exchange sums: a module of evener's, or the user's own wrapper."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class Store(Protocol):
         """The message that came when the device was lost; empty for one that is there."""
 
     def recovered(self, position: int) -> bool:
-        """Whether the device was raced, and not held back in its last turn."""
+        """True if the device was raced and not held back in its last turn."""
 
     def raced(self, position: int, *stages: Stage) -> Sequence[Timed]:
-        """The turns of layouts that the device has a part in, of these stages, or of the race and the checks."""
+        """The turns of layouts in which the device took part, in these stages, or in the race and the checks."""
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """Whether others hold as much of the device's memory as when a layout ran out of it."""
+        """True if others hold as much of the device's memory as when a layout ran out of it."""
 
 
 ENOUGH_STEADY = 2  # points without those in which the device was held back
