@@ -163,7 +163,7 @@ def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...
 def _expect_seconds(problem: Problem, options: LayoutOptions, timed: Sequence[Timed], largest: int) -> float:
     """Seconds of a search: the starts of its children, and its rounds of probes, all of one length.
 
-    A probe is as long as steps that vary so much take to be known to 0.5 %, within limits, and has time for a few steps
+    A probe lasts until steps of this variation are known to 0.5 %, within limits, and has time for a few steps
     of the largest batch. What a search compares besides splits has children of its own.
     """
     first, alone = timed[0], problem.devices == 1

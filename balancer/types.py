@@ -98,7 +98,7 @@ class Probe(msgspec.Struct, frozen=True):
     seconds: float  # to measure for at most, warm-up not counted
     turn: int = 0
     whole: bool = False  # measure for all of that time, however soon the figure is sure
-    steps: int = 0  # instead of a time: measure so many steps; `seconds` then bounds the warm-up alone
+    steps: int = 0  # steps to measure instead of a time; `seconds` then bounds the warm-up alone
 
 
 Doubt = Literal[  # in the order in which they are said
@@ -113,7 +113,7 @@ class Warned(msgspec.Struct, frozen=True):
     """
 
     code: Doubt
-    value: float = 0.0  # what was seen: a relative size, a share of time, or a step
+    value: float = 0.0  # as measured: a relative size, a share of time, or a step
     device: int = -1  # position, -1: the whole step
 
 
@@ -149,7 +149,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     memory_bytes: tuple[int | None, ...]  # peak of each device of the request; None: unknown, or left out
     device_seconds: tuple[float | None, ...]  # own compute of each device within a step, without waiting; None: unknown
     first_step_seconds: float  # the first step of this shape: tracing, autotuning, compiling
-    elapsed_seconds: float  # what the probe cost, start and warm-up counted
+    elapsed_seconds: float  # of the whole probe, with its start and warm-up
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
@@ -287,7 +287,9 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
-    products: tuple[int, ...] = ()  # the same of its product: a batch takes equal memory on equal ones; empty: unknown
+    products: tuple[
+        int, ...
+    ] = ()  # a number for each device's product: a batch takes equal memory on equal ones; empty: unknown
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of

@@ -54,7 +54,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One device of a machine file, key for key; ValueError for curves that are not in order."""
 
     name: str
-    memory_mib: Positive  # what a training process can have
+    memory_mib: Positive  # available to a training process
     curve: Curve  # (batch, step ms), as recorded: a larger batch may take less time
     memory_base_mib: Amount = 0.0
     memory_per_sample_mib: Amount = 0.0
@@ -135,7 +135,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
-    devices: Annotated[int, Meta(ge=2)] = 2  # how many of the first devices it takes
+    devices: Annotated[int, Meta(ge=2)] = 2  # that it takes, from the first on
 
     def __post_init__(self) -> None:
         check_rising("curve", self.curve)

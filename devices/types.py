@@ -31,7 +31,7 @@ class Device(msgspec.Struct, frozen=True):
     index: int  # among its kind, for display and for frameworks that count
     name: str  # the product name
     kind: DeviceKind
-    memory_bytes: int | None  # what a training process can have, before any limit; None: unknown
+    memory_bytes: int | None  # available to a training process, before any limit; None: unknown
     cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
     limit: Limit = Limit()
     host: str = ""  # its address in a Ray cluster; empty: this machine
@@ -196,7 +196,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSample, ...]
     processes: tuple[ProcessSample, ...]
     host: HostSample
-    sampling_seconds: float  # what this tick cost
+    sampling_seconds: float  # that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
     parents: tuple[ProcessSample, ...] = ()  # on no device: what started the processes, up to the shell

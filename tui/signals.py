@@ -11,7 +11,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Whatever the block does about these signals, is undone."""
+    """A context that restores the handlers of these signals at its end."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield

@@ -36,7 +36,7 @@ DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
 DRIFT_ERRORS = 4.0
 THROTTLED = 0.05  # gap between the mean and the median block, or share of the time in which a device was held back
 CAPPED = 0.2  # share of the time at the power limit that is worth a warning
-STALLED = 3.0  # a block that took so many times the median
+STALLED = 3.0  # times the median: a block that took longer
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
 GREW = 1.01  # a device's peak memory after a block / before it
@@ -55,7 +55,7 @@ class Block(msgspec.Struct, frozen=True):
     slowed: float = 0.0  # share of the block in which a device held itself back (heat, a power brake, a fault)
     capped: float = 0.0  # share of it in which one was at its power limit
     slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
-    grew: bool = False  # whether its processes took new memory: a training does so in its first steps only
+    grew: bool = False  # True if processes took new memory in the block: a training does so in its first steps only
 
     @property
     def step_seconds(self) -> float:

@@ -137,7 +137,7 @@ class ChildGroup:
     def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Let every rank give back memory that isn't in use: position -> the bytes that are kept, where that is known.
 
-        It may take so many seconds; GroupError and StoppedError as in `receive`.
+        It may take `seconds`; GroupError and StoppedError as in `receive`.
         """
         replies = self.call(lambda _: Rest(), Rested, seconds, stop)
         sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]

@@ -201,7 +201,7 @@ class ChildProber:
         try:
             kept = group.rest(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
-            group.end()  # what it measured before is true all the same
+            group.end()  # its earlier measurements stay valid
             return
         with self._lock:
             if busy_cores is not None:

@@ -162,7 +162,7 @@ def import_first(names: Sequence[str]) -> None:
     if names and not forkable:
         signal.signal(stack_dump.SIGNAL, signal.SIG_IGN)  # until the program that starts now can answer it
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
-    gc.freeze()  # what is here is shared with all children: their collections need not visit, and so copy, it
+    gc.freeze()  # all children share these objects: their collections need not visit, and so copy, them
 
 
 def _has_started_driver() -> bool:

@@ -29,7 +29,7 @@ SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be train
 PATIENCE = 3.0  # times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
 SPREAD, SPREAD_BYTES = 0.02, 1 << 30  # of a GPU's memory: use that may be the driver's own,
 SPREAD_SMALL = 0.1  # which is at most this part of a small GPU
-STEP = 0.01  # of its memory: what others hold is rounded up to this, so small changes are not reported
+STEP = 0.01  # of a device's memory: bytes that others hold are rounded up to this, so small changes are not reported
 CLOSE_SECONDS = 0.2  # for all watches together
 
 
@@ -64,8 +64,8 @@ class InterferenceMonitor:
     def measure_short(self, positions: Iterable[int], own: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Bytes that each device lacks because others hold them; positions that lack nothing are left out.
 
-        `own` are the pids of the session's children, `clean` the positions where none of them runs. Where the driver
-        doesn't name processes, what others hold is known only on a clean device.
+        `own` are the pids of the session's children, `clean` the positions where none of them runs. If the driver
+        doesn't name processes, the bytes that others hold are known only on a clean device.
         """
         found: dict[int, int] = {}
         for position in self._own(positions):

@@ -24,7 +24,7 @@ from evener.shares.costs import Work
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
-BLOCK_SLACK = 20.0  # a block may take so many times what it should
+BLOCK_SLACK = 20.0  # times the expected seconds of a block: its limit
 CHUNKS = 8  # per block of a pack: how often each training looks at the clock
 PACK_STEPS = 4  # of each training in a block, as they don't end together,
 LONGEST_PACK_SECONDS = 2.0  # as far as there is that much time

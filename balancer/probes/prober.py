@@ -25,9 +25,9 @@ class Facts(msgspec.Struct, frozen=True):
     engine: str = ""  # how split layouts were kept in step: towers | mirrored | multiworker | ddp | simulated
     workload_digest: str = ""
     batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
-    rows: int = 0  # of the data that it trains on; 0: unknown, or made for the measurement
-    lengths: tuple[int, ...] = ()  # of its rows, in tokens, rising: an even sample; empty: they have none, or all one
-    longest_row: int = -1  # its number in the data; -1: unknown
+    rows: int = 0  # of the training data; 0: unknown, or made for the measurement
+    lengths: tuple[int, ...] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    longest_row: int = -1  # the number of the longest row in the data; -1: unknown
 
 
 class Prober(Protocol):

@@ -137,7 +137,7 @@ class Worker:
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
         self._account(1, workload, build, timed=False)
         gc.collect()
-        gc.freeze()  # what lives now lives on: a collection between blocks need not visit it again
+        gc.freeze()  # live objects stay: a collection between blocks need not visit them again
         return protocol.Prepared(first)
 
     def _run(self, command: protocol.RunSteps) -> protocol.Ran:

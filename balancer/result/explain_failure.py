@@ -103,7 +103,7 @@ def _detail(seen: Failed, device: Device) -> str:
 
 
 def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observation]) -> tuple[str, str]:
-    """What a fixed global batch is too large for, and what to do."""
+    """The message that a fixed global batch is too large for the devices, and its remedy."""
     taken = find_taken_bytes(seen)
     fits = []
     for i, (device, size) in enumerate(zip(header.devices, largest, strict=True)):

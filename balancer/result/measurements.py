@@ -55,9 +55,9 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
-    """How much faster one measurement of a layout is than another, beyond their intervals.
+    """Warnings of measurements of one layout that differ beyond their intervals, with the gain of the faster one.
 
-    One that exploration made on all devices at once may be slower for that.
+    A measurement that exploration made on all devices at once may be slower for that reason.
     """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:

@@ -131,7 +131,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
 def _find_warnings(
     record: Record, search: Search, end: RunEnd, chosen: Result, doubts: Sequence[Warned]
 ) -> tuple[Finding, ...]:
-    """What to know before trusting the figures, in the order in which the plan has it."""
+    """Findings to know before trusting the figures, in the order in which the plan has them."""
     devices, seen = record.header.devices, record.observations
     count, cut = len(devices), end.why_stopped in (Stop.INTERRUPTED.value, Stop.CUT_OFF.value)
     return (
@@ -232,7 +232,7 @@ def _write_evidence(
     by_layout = {one.candidate.layout: one for one in rivals}
 
     def compare_solo(one: Result) -> Rival:
-        """The same comparison of one layout wherever it stands; the plan has one figure."""
+        """The comparison of a single device, equal wherever it stands, as the plan has one figure."""
         figure = chosen.throughput if one.layout == chosen.layout else one.throughput
         return by_layout.get(one.layout) or compare(chosen, Candidate(SOLO, one.layout), figure)
 

@@ -103,7 +103,7 @@ def _describe_figure(search: Search, chosen: Result) -> Finding:
 
 
 def _find_gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) -> Iterator[Finding]:
-    """What a layout over several devices, or of several trainings, gains over an even split and one device alone."""
+    """The gains of a layout over several devices, or of several trainings, over an even split and one device alone."""
     layout = chosen.layout
     if layout.traits.together and not is_even(layout):
         evens = [one for one in rivals if one.family and one.family.equal_shares]
@@ -122,7 +122,7 @@ def _find_gains(chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]) 
 
 
 def _compare(chosen: Result, rival: Rival, over: str) -> Finding:
-    """What the chosen layout gains over a rival, or that they tie."""
+    """The gain of the chosen layout over a rival, or a tie."""
     values = {"over": over, **_comparison(chosen, rival)}
     if rival.tie:
         return Finding("gain.tie", values)
@@ -132,13 +132,13 @@ def _compare(chosen: Result, rival: Rival, over: str) -> Finding:
 
 
 def _comparison(chosen: Result, rival: Rival) -> dict[str, Any]:
-    """The rival's samples a step, where the chosen layout has others, and whether both were measured in turn."""
+    """The rival's samples a step if they differ from the chosen layout's, and whether both were measured in turn."""
     batch = rival.candidate.layout.global_batch
     return {"batch": batch if batch != chosen.layout.global_batch else None, "paired": rival.paired}
 
 
 def _lose_or_win(group: str, chosen: Result, rival: Rival, **values: Any) -> Finding:
-    """What a rival loses; one that is faster, as something else has decided, says that."""
+    """The loss of a rival; its gain if it is faster, as something other than speed has decided."""
     values |= _comparison(chosen, rival)
     loss = 1 - 1 / (1 + rival.gain_of(chosen))
     if rival.gain < 0:
@@ -149,7 +149,7 @@ def _lose_or_win(group: str, chosen: Result, rival: Rival, **values: Any) -> Fin
 def _find_split_losses(
     search: Search, chosen: Result, rivals: Sequence[Rival], labels: Sequence[str]
 ) -> Iterator[Finding]:
-    """What the best split loses and why, if another layout is chosen; or why nothing is said of it."""
+    """The best split's loss and its cause, if another layout is chosen; or the reason why the loss is unknown."""
     if chosen.layout.traits.together or len(labels) < 2:
         return
     splits = [one for one in rivals if one.family and one.candidate.layout.traits.together]
@@ -171,7 +171,7 @@ def _find_split_losses(
 
 
 def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
-    """What covers a split's loss: keeping in step, or what a smaller share doesn't shorten; else what is known."""
+    """The cause of a split's loss: keeping in step, or time that a smaller share doesn't shorten; else known times."""
     split = rival.candidate.layout
     apart, known = search.apart_seconds(split), search.sync_seconds()
     if not chosen.layout.traits.alone or (apart is None and known is None):
@@ -188,7 +188,7 @@ def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
 
 
 def _find_other_losses(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
-    """What packs and placements lose."""
+    """The losses of packs and placements."""
     for family in FAMILIES.values():
         rival = next((one for one in rivals if one.family is family), None)
         if family.subjected and chosen.layout.kind != family.kind and rival is not None and not rival.tie:
@@ -197,7 +197,7 @@ def _find_other_losses(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Find
 
 
 def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
-    """What a larger global batch would add, where the tolerance chose a smaller one."""
+    """The gain of a larger global batch, if the tolerance chose a smaller one."""
     larger = find_larger(chosen, rivals)
     if larger is not None and not larger.tie:
         about = not larger.paired and is_rough(chosen.throughput, larger.throughput)
@@ -207,7 +207,7 @@ def _find_larger(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
 
 
 def _find_knobs(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
-    """What each knob gave or took, whichever way the chosen layout has it."""
+    """The gain or loss of each knob, whether the chosen layout has it or not."""
     for one in rivals:
         layout, gain = one.candidate.layout, one.gain_of(chosen)
         if layout.knobs:

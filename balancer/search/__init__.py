@@ -15,34 +15,34 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
 
 1. `solo_stage`: every device alone, all at the same time, two small batches. This gives each t_i and memory line. Then
    the layout that would be fastest if each t_i were as fast as its points allow (`model/hope`) says which batches to
-   measure, while half of what it promises pays for their time. A device that would keep the others waiting for little
+   measure, while half of the expected gain pays for their time. A device that would keep the others waiting for little
    is left out of a round. Devices whose times differ by no more than noise share one curve, hence equal shares.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
-   c_k is assumed low, so that using fewer devices gets tried. Where no simple curve fits the times, more splits are
-   allowed. Of a free batch, the smallest that is predicted to be within the tolerance of the fastest (`tolerable`) is
-   measured, and the fastest too. A device that may beat every split alone is
-   measured while the others are idle (stage `rest`).
+   c_k is assumed low, so that using fewer devices gets tried. More splits are allowed if no simple curve fits the
+   times. If the batch is free, the smallest split that is predicted to be within the tolerance of the fastest
+   (`tolerable`) is measured, and the fastest too. A device that may beat every split alone is measured while the
+   others are idle (stage `rest`).
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
    several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a
    part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
-   again (stage `check`): its figure is to be one that didn't choose it. If that is surely lower than all turns before,
-   the machine has changed, and others may win. What was measured while a device held itself back counts little.
+   again (stage `check`): the reported figure is one that had no part in choosing it. If it is surely lower than all
+   turns before, the machine has changed, and others may win. Measurements of throttled devices count little.
 
 The `turn` of a probe counts rounds in the solo stage and turns in the race. `ranking` orders the layouts of the race;
 `best` also considers those that only exploration measured.
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
-to passes of a few sizes by least squares, nothing negative. Batches are dealt by these costs as the training deals them
-(`evener.training.dealing`). `device_model` is what a search asks of the devices in either case: `rows` answers by
-curves, `texts` by these costs.
+to passes of a few sizes by least squares, nothing negative. Batches are assigned by these costs as in the training
+(`evener.training.dealing`). `device_model` is the interface of both models of devices: `rows` predicts by curves,
+`texts` by these costs.
 
-`balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. Of a free batch the
-smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with most of it
-that is at most `max_slowdown` slower. Else the fastest is, whichever stage measured it, or a simpler one within 1 %.
-Only where packs, placements or other knobs ran is the choice among the layouts of the race.
+`balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. If the batch is
+free, the smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with
+most of it that is at most `max_slowdown` slower. Otherwise the fastest is chosen, whichever stage measured it, or a
+simpler one within 1 %. The choice is among the layouts of the race only if packs, placements or other knobs ran.
 
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`

@@ -16,7 +16,7 @@ from evener.shares import waterfill
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 FEW_HOSTS = 3  # up to this many, every set of hosts is tried
-LIKELY_SETS = 2  # beyond: so many of the best, and all hosts
+LIKELY_SETS = 2  # beyond: this many of the best, and all hosts
 HALVINGS = 6  # of the time between two bends of a curve
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]

@@ -23,7 +23,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
     knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
-    left_out: tuple[str, ...] = ()  # what was asked for and can't be had here, in sentences
+    left_out: tuple[str, ...] = ()  # requests that can't be met here, in sentences
     scaling: bool = True  # an even split over 2, 4, ... of the devices too
 
     @property

@@ -23,7 +23,7 @@ from evener.balancer.search.model.memory import Memory
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
-WHOLE_MEMORY = 0.998  # the same of a fixed batch, which can't be made smaller
+WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller
 BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
 PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
 

@@ -93,9 +93,9 @@ def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
     """The fastest, or the layout that is preferred within the tolerance.
 
-    For a free global batch the smallest one within the tolerance of the fastest. Else, or if the fastest is a pack or a
-    placement, the simplest layout less than 1 % from the fastest. An objective that trades speed chooses the one that
-    has most of it, of those that are at most `max_slowdown` slower.
+    With a free global batch, the smallest within the tolerance of the fastest. Otherwise, or if the fastest is a pack
+    or a placement, the simplest layout less than 1 % from the fastest. An objective that trades speed chooses the
+    layout with most of it among those that are at most `max_slowdown` slower.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}

@@ -132,7 +132,7 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Open the driver again if it has gone, or if a GPU has been lost for so long that only that finds it."""
+        """Open the driver again if it has gone, or if a GPU has been lost for too long to be found otherwise."""
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
             self._lose_driver(now, "")

@@ -108,12 +108,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.args.gradient_accumulation_steps = self._accumulated * passes
         self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
-        self._loss: TrainerLoss | None = None  # what it is a mean over, once it was checked
+        self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
         self._passes: deque[Pass] = deque()  # to come in this optimizer step
         self._steps = 1  # global batches of it
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
         self._pass_rows, self._pass_ends = 0, True  # of the pass that runs: its rows, and whether its batch ends
-        self._factor: Any = None  # of its loss
+        self._factor: Any = None  # of the loss of the pass that runs
         self._tokens = 0
         self._reporter = StepReporter(self._shares, device, self._keeps_journal)
         self._reporter.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)

@@ -110,7 +110,7 @@ def _match_epoch(backup: Any) -> None:
 
 
 def save_whole(rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any) -> Any:
-    """`save` or `save_weights` in one step: a reader, or a process that is killed meanwhile, has a whole file."""
+    """`save` or `save_weights` in one step: a reader always finds a whole file, even if the process is killed."""
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False
     if other or not path.endswith((".keras", ".h5")):

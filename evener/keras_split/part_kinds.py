@@ -11,7 +11,7 @@ from evener.errors import RequestError
 from evener.keras_split.compatibility import NO_PASSES, TOWERS
 
 ROWS, SUM, SAME = "rows", "sum", "same"
-COUNTS = ("steps", "labels", "weights")  # what a loss may be a mean over beside rows, counted in each step
+COUNTS = ("steps", "labels", "weights")  # units beside rows that a loss may be a mean over, counted in each step
 OTHER = ""  # none of them
 _ALONE = "Leave that out, or train on one device."
 

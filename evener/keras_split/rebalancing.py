@@ -19,7 +19,7 @@ from evener.plan.solver import proportional_curves, read_curves
 from evener.training.rebalance import Rebalancer, name_devices
 
 WINDOW_STEPS = 5  # whose median is one figure
-FEWEST_STEPS = 3  # of them that were whole batches
+FEWEST_STEPS = 3  # of whole batches in a window
 
 
 class GroupRebalancer:

@@ -143,7 +143,7 @@ class Split:
         return model
 
     def _describe_passes(self) -> tuple[int | None, int | None]:
-        """Where shares are computed in passes: rows of the largest, and of the largest batch that is one pass each."""
+        """The rows of the largest pass, and of the largest batch in one pass each; None unless shares take passes."""
         micros = self.cut.micros
         if not micros:
             return None, None

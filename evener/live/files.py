@@ -80,14 +80,14 @@ class LiveRecord(msgspec.Struct, frozen=True):
     step_s: Rate = 0.0  # median of a step; 0: unknown
     step_spread: Rate = 0.0  # interquartile range of a step over its median
     input_s: Rate = 0.0  # of a step, waiting for data, median
-    plan_samples_per_second: Rate = 0.0  # what the plan promises for the whole training; 0: no plan
+    plan_samples_per_second: Rate = 0.0  # that the plan expects of the whole training; 0: no plan
     changes: Annotated[
         tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
     ] = ()  # of the shares, the last ones
     between_s: Rate = 0.0  # of a step, between the backward pass and the next batch, without the optimizer, median
     due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
     batch: Count = 0  # the last one begun when no step had ended in time
-    doing: Doing = ""  # of it, then; empty while steps end, and of a process that is stopped
+    doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # the last one, in a sentence
 

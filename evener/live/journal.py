@@ -35,7 +35,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     framework: str
     devices: tuple[str, ...]  # of each rank
     shares: tuple[Count, ...]
-    plan_samples_per_second: Rate  # that the plan promises; 0: no plan
+    plan_samples_per_second: Rate  # that the plan expects; 0: no plan
     host: str
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot

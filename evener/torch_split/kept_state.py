@@ -21,7 +21,7 @@ def kept_attributes(*holders: Any) -> Iterator[None]:
 
     Parameters aren't copied.
     """
-    memo: dict[int, Any] = {}  # what needn't be looked into
+    memo: dict[int, Any] = {}  # by id: values that needn't be looked into
     for each in holders:
         memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
     kept = [(vars(each), _copy(vars(each), memo)) for each in holders]

@@ -114,7 +114,7 @@ class _Marked(NamedTuple):
 
     sizes: tuple[int, ...]
     asked: Any  # for this batch; None where a loop began with it
-    marks: Sequence[tuple[Doing, Any]]  # what began at each; own work at the first
+    marks: Sequence[tuple[Doing, Any]]  # the phase that began at each; own work at the first
     done: Any  # the next batch is asked for
 
 

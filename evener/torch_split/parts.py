@@ -29,7 +29,7 @@ class Part:
         self.computed = False  # backward was called
         self.count: Callable[[Part], Any] | None = None  # of what the loss is a mean over, where that isn't rows
         self.origin: Part | None = None  # that failed, of which it is a piece
-        self.passes: Any = None  # that it is taken by
+        self.passes: Any = None  # the Passes that yielded this part
         self.error = ""  # that the block ended with
         self._scale = scale
 

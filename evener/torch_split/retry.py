@@ -89,7 +89,7 @@ class Passes:
                     self._settle()
                 continue
             if not any(exchange.held.is_final for exchange in self._exchanges):
-                part.origin = part  # what is final from now on is so for its rows alone
+                part.origin = part  # gradients that become final from now on are so for this part's rows alone
             self._retreat(part, models)
             part.computed, part.error = False, ""
             queue.appendleft(part)

@@ -29,7 +29,7 @@ class UnevenBatchSampler:
     RequestError for a share, length or rank that's none.
     """
 
-    is_dealt = False  # whether rows are dealt by their length, in passes
+    is_dealt = False  # True if rows are dealt by their length, in passes
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class UnevenBatchSampler:
         self.join_tail = join_tail
         self.epoch = 0
         self.position = 0  # rows of this epoch that were computed before
-        self.changes = False  # whether shares may become others
+        self.changes = False  # True if shares may change
         self._schedules = deque([ShareSchedule(self.shares, 0)], maxlen=LOOPS)
 
     @property

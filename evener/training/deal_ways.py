@@ -14,7 +14,7 @@ from itertools import pairwise
 from evener.shares.costs import RankCost
 
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
-_LIMITS = 7  # seconds in which blocks are tried to end; the first is so much more than the bound:
+_LIMITS = 7  # seconds in which blocks are tried to end; the first exceeds the bound by this part:
 _MARGIN = 0.04
 _DEARER = (2, 4)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks

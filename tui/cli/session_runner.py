@@ -151,7 +151,7 @@ def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finis
 
 @contextlib.contextmanager
 def _live_lines(progress: Progress) -> Iterator[Live]:
-    """Lines that are drawn again and again, and gone at the end; what was said meanwhile stays."""
+    """Lines that are redrawn, and gone at the end; text that was printed in between stays."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text

@@ -66,7 +66,7 @@ class HostTraining:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Ask it to end, and wait for that; by force if it doesn't."""
+        """Ask the training to end and wait until it has; by force if it doesn't."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:

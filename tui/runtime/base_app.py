@@ -79,7 +79,7 @@ class BaseApp(App[int]):
         self.marks: Marks = ASCII if ascii else UNICODE
         self._session_maker = session_maker
         self._session: SessionThread | None = None
-        self._before: SessionState | None = None  # what was shown, until the session has begun
+        self._before: SessionState | None = None  # the state that was shown, until the session has begun
         self._session_devices: tuple[Device, ...] = ()
         self.set_class(ascii, "-ascii")
 

@@ -136,7 +136,7 @@ class SortedScreen(PanelScreen):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
-    FILTERED = ""  # what a filter looks at
+    FILTERED = ""  # the columns whose text a filter looks at
 
     def filter_field(self) -> Input:
         """The field, hidden until it is asked for."""

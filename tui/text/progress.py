@@ -30,7 +30,7 @@ class Progress:
     def __init__(self) -> None:
         self.state = SessionState()
         self.said: list[str] = []  # to the user, below the other lines
-        self.drawn = False  # whether `screen` is on a terminal now
+        self.drawn = False  # True while `screen` is on a terminal
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
 from evener.tui.text.formatting import count_words, duration, plain
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of
-WORTH_SAYING = 0.05  # by so much steps/s have to differ from those of the last line
+WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the last line
 
 
 def training_report(training: TrainingRecord) -> Iterator[str]:

@@ -29,7 +29,7 @@ class Arrangement(msgspec.Struct, frozen=True):
     devices: int
     graphs: int
     processes: int
-    framed: bool  # whether panels have room for a frame
+    framed: bool  # True if panels have room for a frame
 
 
 def arrange(width: int, height: int, devices: int) -> Arrangement:

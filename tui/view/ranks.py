@@ -46,8 +46,8 @@ class RankRow(msgspec.Struct, frozen=True):
     own_work_s: float  # of a step, until the last gradient is ready
     waiting_s: float  # of a step, from there to the end of the backward pass
     silent_s: float  # for which its next report has been due; 0 while it reports
-    doing: Doing  # meanwhile; empty where nothing tells, as of a process that is stopped
-    batch: int  # that it does it with
+    doing: Doing  # in which it is silent; empty if unknown, as for a process that is stopped
+    batch: int  # the one in which it is silent
     input_s: float  # of a step, waiting for data
     between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
     least_waiting_s: float  # the lowest tenth of waiting

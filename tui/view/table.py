@@ -20,7 +20,7 @@ class Column(NamedTuple, Generic[RowT]):
     least: int  # cells at the narrowest
     draw: Callable[[RowT, int, Marks], tuple[Span, ...]]
     align: Literal["left", "right"] = "right"
-    value: Callable[[RowT], float | str] | None = None  # what the rows are sorted by; None: not by this column
+    value: Callable[[RowT], float | str] | None = None  # the sort key of a row; None: not sorted by this column
 
 
 TAG: Column[Any] = Column("tagged", ("",), 1, lambda *_: (), "left")  # the panel that marks rows draws the sign

@@ -37,7 +37,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step_spread: float  # interquartile range over the median
     input_s: float  # of a step, waiting for data
     between_s: float  # of a step, between the backward pass and the next batch, without the optimizer
-    causes: tuple[Cause, ...]  # what holds it up, most certain first
+    causes: tuple[Cause, ...]  # of its waiting, most certain first
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
     retreats: tuple[str, ...] = ()  # of each rank that ran out of memory, the last one

@@ -43,7 +43,7 @@ class Recipe(msgspec.Struct, frozen=True):
     module: Any  # torch.nn.Module
     optimizer: Any  # over the module's parameters
     loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
-    data: Data | None = None  # what it trains on; None: batches are made
+    data: Data | None = None  # to train on; None: batches are made
 
 
 DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)

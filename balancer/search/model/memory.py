@@ -30,7 +30,7 @@ DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding domina
 
 
 class MemoryOfOthers:
-    """What others hold of each device: the most that was seen, as they may take it again.
+    """The bytes that others hold of each device: the most that was seen, as they may take it again.
 
     Once raced, a device has what it had in its last turn: what others held in exploration may be free again.
     """
@@ -50,12 +50,12 @@ class MemoryOfOthers:
         return any(self.held(position) != size for position, size in before.items())
 
     def held(self, position: int) -> int:
-        """How many bytes of a device they hold."""
+        """The bytes of a device that others hold."""
         return self._seen.get(position, (BEFORE_THE_RACE, 0))[1]
 
 
 def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
-    """How many bytes of a device they held as a probe began."""
+    """The bytes of a device that others held as a probe began."""
     return seen.short_bytes[position] if seen.short_bytes else 0
 
 

@@ -16,8 +16,8 @@ WORTH_BYTES = 8 << 20  # less is summed at once, sooner than another sum would s
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
     """Places of tensors (bytes, type) that are summed together; given, and returned, in the order of being ready.
 
-    Few bytes are one sum of each type. Of more, the second sum has at most LATE_PART, or only the last tensor; the last
-    `apart` tensors are left out of both and summed at the end.
+    Few bytes are one sum of each type. More bytes are two, of which the second has at most LATE_PART, or only the last
+    tensor; the last `apart` tensors are left out of both and summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left, last = sum(sizes), len(sizes) - apart - 1

@@ -1,7 +1,7 @@
 """A step's metrics in a group: after each step, every process has those of the whole batch.
 
 Outputs travel with the sum of the gradients, and each process counts the whole batch, so a metric may do anything with
-its rows. Where outputs are too large for that, own rows are counted, and what the states gain is summed.
+its rows. If outputs are too large for that, each counts its own rows, and the states' gains are summed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from evener.keras_split.compatibility import all_layers, check_assigned, warn
 from evener.keras_split.nested_rows import Tensors
 from evener.keras_split.part_kinds import SUM, PartKinds
 
-in_step = ContextVar("in_step", default=False)  # whether an engine calls the model
+in_step = ContextVar("in_step", default=False)  # True while an engine calls the model
 
 HEADROOM = 16.0  # a power of two, which rounds nothing
 
@@ -79,7 +79,7 @@ def part_of_loss(
 ) -> Any:
     """The part of the whole batch's loss that these rows, (x, y, outputs, weight), add; `losses` are the model's own.
 
-    `parts`: these rows / all rows, and the same of what the loss is a mean over. Of no rows, a filler row is computed,
+    `parts`: these rows / all rows, and the same of what the loss is a mean over. A filler row stands for no rows,
     as the loss of an empty batch need not be a number.
     """
     own = own_loss(model, losses, batch, training)
