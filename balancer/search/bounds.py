@@ -7,7 +7,7 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
     walls       the same in splits, less the memory that exchange takes; equal for indistinguishable devices
     safe        what ran, or a little more if memory is far from full
     useful      beyond it a larger batch gains too little, or its step takes too long
-    reachable   so many times what ran: as far as a curve is trusted
+    reachable   a multiple of what ran: as far as a curve is trusted
 """
 
 from __future__ import annotations

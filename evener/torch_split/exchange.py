@@ -226,13 +226,13 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Begin a pass's way backward; `dependent`: its rows depend on random draws, or on one another."""
+        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
         self._fired = bytearray(len(self.parameters))
         self._armed = self._alone
         self.held.open(dependent)
 
     def close(self) -> None:
-        """Finish a pass that has gone backward."""
+        """Finish after the backward pass."""
         if self._alone:
             self._armed = False
             self.held.merge(self._fired)

@@ -27,7 +27,7 @@ class Held:
         return self._final is not None
 
     def open(self, dependent: bool) -> None:
-        """Begin a pass's way backward."""
+        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
         self.opened, self.late = True, dependent or self._final is not None
         self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
         if self.apart:

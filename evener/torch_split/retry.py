@@ -110,14 +110,14 @@ class Passes:
             part.batch, part.passes = batch, None
 
     def open(self) -> None:
-        """Begin a part's way backward."""
+        """Prepare for the backward pass of a part."""
         self._backward += 1
         dependent = self._state is not None and self._state.is_changed()
         for exchange in self._exchanges:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Finish a part that has gone backward."""
+        """Finish after the backward pass of a part."""
         for exchange in self._exchanges:
             exchange.close()
 

@@ -154,7 +154,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
 
     def bound(self, batch: int, quantum: int = 1) -> int:
-        """The batch, reduced to what safely fits by a borrowed line; always a little more than the largest that ran."""
+        """The batch, reduced to what safely fits by a borrowed line, but not below a little more than what ran."""
         if self.borrowed is None or self.line is not None or self.limit_bytes is None:
             return batch
         base, slope = self.borrowed

@@ -65,7 +65,7 @@ class Workers:
         refuse_other(other)
 
     def describe(self, promised: float) -> Details:
-        """This process' details for the monitor; `promised` are the plan's samples/s."""
+        """This process' details for the monitor; `promised` is the rate that the plan expects, in samples/s."""
         work, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
         return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, (work,), changes)
