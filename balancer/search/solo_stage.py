@@ -92,7 +92,8 @@ class SoloStage:
         wanted = self._hoped
         if wanted is None or self._turn >= MOST_ROUNDS:
             return ()
-        batches = {i: share for i, share in wanted.shares if self._shows_more(i, share)}
+        shares = {i: min(share, self._far(i)) for i, share in wanted.shares}
+        batches = {i: share for i, share in shares.items() if self._shows_more(i, share)}
         batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
         if not batches:
             return self._even_round()
@@ -145,22 +146,27 @@ class SoloStage:
 
     @cached_property
     def _hoped(self) -> Allocation | None:
-        """The fastest layout by hope, as far as a round may go."""
-        found = [DeviceCurve(i, hope, self._far(i)) for i in self._model.live if (hope := self._hopes[i])]
+        """The fastest layout by hope, however many rounds lie before it."""
+        found = [DeviceCurve(i, hope, self._farthest(i)) for i in self._model.live if (hope := self._hopes[i])]
         return self._fastest(found) or _everything(found)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])
 
     def _far(self, position: int) -> int:
-        """The largest batch that the next round may measure: by memory, by what it gains, by time and by its stride."""
-        model, quantum = self._model, self._quantum
-        device, curve = model.devices[position], model.alone[position]
-        limit, ran = model.bounds.alone(position), device.memory.ran
-        if curve is None or not ran:
+        """The largest batch that the next round may measure, by its stride."""
+        device, curve = self._model.devices[position], self._model.alone[position]
+        ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
+        rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
+        stride = (STRIDE if rises else BLIND_STRIDE) * ran // self._quantum * self._quantum
+        return min(self._farthest(position), max(stride, self._quantum))
+
+    def _farthest(self, position: int) -> int:
+        """The largest batch that any round may measure: by memory, by what it gains and by time."""
+        model, curve = self._model, self._model.alone[position]
+        if curve is None or not model.devices[position].memory.ran:
             return 0
-        rises = curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(device.alone[0].batch if device.alone else 0)
-        limit = max(min(limit, (STRIDE if rises else BLIND_STRIDE) * ran // quantum * quantum), min(limit, quantum))
+        limit = model.bounds.alone(position)
         if self._problem.global_batch is None:
             limit = model.bounds.useful(DeviceCurve(position, curve, limit))
         return model.bounds.quick(DeviceCurve(position, curve, limit))
