@@ -47,7 +47,7 @@ def fastest(ran: list[Timed], batch: int | None) -> Timed:
 def true_rate(machine: Machine, seen: Timed | Result) -> float:
     """Samples/s without noise."""
     layout = seen.layout if isinstance(seen, Result) else seen.probe.layout
-    return machine.samples_per_second(layout.shares)
+    return machine.samples_per_second(layout.shares, layout.micro)
 
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
