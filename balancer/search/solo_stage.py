@@ -18,7 +18,7 @@ from evener.balancer.search.model.step_time import SAME_BATCH
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Probe, solo
 from evener.shares.curves import Curve
-from evener.shares.waterfill import Allocation, DeviceCurve
+from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 MOST_ROUNDS = 10
 SMALL = 8  # the first batch, of a free global batch
@@ -96,11 +96,11 @@ class SoloStage:
         batches = {i: share for i, share in shares.items() if self._shows_more(i, share)}
         batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
         if not batches:
-            return self._even_round()
+            return self._cheap_round()
         longest = max(self._seconds(i, batch) for i, batch in batches.items())
         gain = self._expected_gain(wanted)
         if not self._budget.pays(gain, longest):
-            return self._even_round()
+            return self._cheap_round()
         for i in self._model.live:  # they work too, as in a split, and cost no time
             even = max(self._even_share(i), batches.get(i, 0))
             batch = even or self._widest_gap(i)
@@ -108,11 +108,19 @@ class SoloStage:
                 batches[i] = batch
         return self._round(batches)
 
-    def _even_round(self) -> tuple[Probe, ...]:
-        """The even share of a fixed batch on each device, where it isn't known to fit: cheap, while curves are few."""
-        evens = {i: even for i in self._model.live if (even := self._even_share(i)) and self._is_new(i, even)}
-        costs = [self._seconds(i, even) for i, even in evens.items()]
-        return self._round(evens) if evens and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+    def _cheap_round(self) -> tuple[Probe, ...]:
+        """The even share of a fixed batch that isn't known to fit, or the middle of a gap that no line explains."""
+        wanted = {i: self._even_share(i) or self._unexplained(i) for i in self._model.live}
+        wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
+        costs = [self._seconds(i, batch) for i, batch in wanted.items()]
+        return self._round(wanted) if wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+
+    def _unexplained(self, position: int) -> int:
+        """The middle of a gap wider than that of the first two batches, of a bent curve: family falling; 0: none."""
+        points, curve = self._model.devices[position].alone, self._model.alone[position]
+        batches = sorted(p.batch for p in points)
+        wide = any(high > RATIO * low for low, high in pairwise(batches))
+        return self._widest_gap(position) if wide and curve is not None and not curve.simple else 0
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
@@ -148,10 +156,17 @@ class SoloStage:
     def _hoped(self) -> Allocation | None:
         """The fastest layout by hope, however many rounds lie before it."""
         found = [DeviceCurve(i, hope, self._farthest(i)) for i in self._model.live if (hope := self._hopes[i])]
-        return self._fastest(found) or _everything(found)
+        return self._fastest(found) or self._in_turns(found)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])
+
+    def _in_turns(self, devices: list[DeviceCurve]) -> Allocation | None:
+        """What each device does best in one pass of several, where they don't hold the batch at once."""
+        found = [one for device in devices if (one := single_best(device, self._quantum))]
+        rate = math.fsum(one.samples_per_second for one in found)
+        shares = tuple(share for one in found for share in one.shares)
+        return Allocation(shares, sum(batch for _, batch in shares) / rate) if shares else None
 
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
@@ -179,7 +194,8 @@ class SoloStage:
             for i in self._model.live
             if (curve := straight[i])
         ]
-        known = self._fastest(ran)
+        in_turns = self._problem.global_batch not in (None, wanted.global_batch)
+        known = self._in_turns(ran) if in_turns else self._fastest(ran)
         if known is None:
             return math.inf
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
@@ -270,9 +286,3 @@ class SoloStage:
         layout = solo(self._problem.devices, position, passes * batch, batch)
         step = passes * self._step(position, batch)
         return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step), turn)
-
-
-def _everything(devices: list[DeviceCurve]) -> Allocation | None:
-    """All that each device may try: where they don't hold the batch at once, what fits decides how it is divided."""
-    shares = tuple((one.position, one.limit) for one in devices if one.limit)
-    return Allocation(shares, max(one.curve.seconds(one.limit) for one in devices)) if shares else None
