@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.model.hope import hopeful_curve
-from evener.balancer.search.model.step_time import SAME_BATCH
+from evener.balancer.search.model.step_time import SAME_BATCH, merge_points
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Probe, solo
 from evener.shares.curves import Curve
@@ -33,6 +33,7 @@ LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
 LEAST_RATE = 1e-9  # samples/s
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
 COMES_TRUE = 0.5  # of a hope
+PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
@@ -109,18 +110,21 @@ class SoloStage:
         return self._round(batches)
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """The even share of a fixed batch that isn't known to fit, or the middle of a gap that no line explains."""
-        wanted = {i: self._even_share(i) or self._unexplained(i) for i in self._model.live}
+        """The even share of a fixed batch that isn't known to fit, or the middle of a gap that may hide a peak."""
+        wanted = {i: self._even_share(i) or self._gap_at_best(i) for i in self._model.live}
         wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
         costs = [self._seconds(i, batch) for i, batch in wanted.items()]
         return self._round(wanted) if wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
 
-    def _unexplained(self, position: int) -> int:
-        """The middle of a gap wider than that of the first two batches, of a bent curve: family falling; 0: none."""
-        points, curve = self._model.devices[position].alone, self._model.alone[position]
-        batches = sorted(p.batch for p in points)
-        wide = any(high > RATIO * low for low, high in pairwise(batches))
-        return self._widest_gap(position) if wide and curve is not None and not curve.simple else 0
+    def _gap_at_best(self, position: int) -> int:
+        """The middle of the wider gap beside a bent curve's best batch, where samples/s may be higher; 0: none."""
+        curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
+        if self._problem.global_batch is not None or curve is None or curve.simple:
+            return 0
+        best = max(range(len(points)), key=lambda i: points[i].batch / points[i].seconds)
+        gaps = pairwise(p.batch for p in points[max(0, best - 1) : best + 2])
+        low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1, 1))
+        return (low + high) // 2 // self._quantum * self._quantum if high > PEAK * low else 0
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
