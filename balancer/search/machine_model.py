@@ -158,6 +158,18 @@ class MachineModel:
         return rows
 
     @cached_property
+    def walls(self) -> tuple[int, ...]:
+        """The largest share of each device in one pass: what fits, or less where two smaller passes are faster."""
+        return tuple(map(self._wall, range(len(self.devices))))
+
+    def _wall(self, position: int) -> int:
+        wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.alone[position]
+        if not rows or rows >= wall or curve is None:
+            return wall
+        two = step_in_passes(curve, 2 * rows, 2, self.extra_seconds[position] or 0.0)
+        return max(rows, curve.largest(two, wall, self.quantum))
+
+    @cached_property
     def extra_seconds(self) -> tuple[float | None, ...]:
         """The seconds of each device's further passes beyond a step of their rows; None without a step in passes.
 
@@ -187,17 +199,16 @@ class MachineModel:
         rows, extra = self.pass_rows[i], self.extra_seconds[i]
         if not rows or not isinstance(curve, Curve):
             return device
-        return DeviceCurve(
-            i, PassCurve(curve, self.bounds.walls[i], rows, extra or 0.0), max(device.limit, largest_share)
-        )
+        return DeviceCurve(i, PassCurve(curve, device.limit, rows, extra or 0.0), max(device.limit, largest_share))
 
     def knows_passes(self, layout: Layout) -> bool:
         """True if each device that takes several passes in this layout ran several before."""
         return all(layout.passes(i) == 1 or self.extra_seconds[i] is not None for i in layout.active)
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
-        """A layout of these shares, in passes where they don't fit at once."""
-        return self._divide(shares, self.bounds.walls, self.pass_rows)
+        """A layout of these shares, in passes where they don't fit at once, or in a split are faster so."""
+        alone = sum(map(bool, shares)) == 1
+        return self._divide(shares, self.bounds.walls if alone else self.walls, self.pass_rows)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
@@ -224,9 +235,7 @@ class MachineModel:
     def split_curves(self) -> tuple[DeviceCurve, ...]:
         """The live devices with their curves and limits in splits."""
         return tuple(
-            DeviceCurve(i, curve, self.bounds.walls[i])
-            for i in self.live
-            if (curve := self.in_splits[i]) and self.bounds.walls[i]
+            DeviceCurve(i, curve, self.walls[i]) for i in self.live if (curve := self.in_splits[i]) and self.walls[i]
         )
 
     @cached_property

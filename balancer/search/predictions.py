@@ -42,13 +42,8 @@ class Predictions:
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split of most samples/s that is predicted to fit; in passes only where that gains.
-
-        Where one pass is enough that is measured first: it shows what exchange costs, and is what passes must beat.
-        """
+        """The split of most samples/s that is predicted to fit; in passes only where that gains."""
         one = self.one_pass_split
-        if one is not None and not self.model.splits:
-            return one
         several = self._in_passes
         return several if several is not None and self._gains(several, one) else one
 
@@ -89,7 +84,7 @@ class Predictions:
         """Devices whose passes were never measured and may be wanted: position and largest share."""
         batch, live = self._problem.global_batch, self.model.live
         unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
-        if len(live) < 2 or not unknown or (self.one_pass_split is not None and not self.model.splits):
+        if len(live) < 2 or not unknown:
             return {}  # one device has no choice
         wanted = self.fastest_split
         found = self._unknown(wanted.shares if wanted else ())
@@ -99,11 +94,7 @@ class Predictions:
 
     def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
         model = self.model
-        return {
-            i: b
-            for i, b in shares
-            if b > model.bounds.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None
-        }
+        return {i: b for i, b in shares if b > model.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None}
 
     @cached_property
     def _in_passes(self) -> Allocation | None:

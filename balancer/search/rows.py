@@ -192,12 +192,12 @@ class RowDevices(DeviceModel):
         count, quantum, fixed = len(positions), self._quantum, self._problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
         even = split_evenly(self._problem.devices, positions, batch, quantum)
-        layout = self._model.lay_out_safely(even.shares) if even and fixed else None
-        if layout and self._model.knows_passes(layout):
-            return layout
         safe = min(self._model.bounds.safe[i] for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
+        layout = self._model.lay_out_safely(even.shares) if fixed else None
+        if layout and self._model.knows_passes(layout):
+            return layout
         smaller = safe // quantum * quantum * count
         return None if whole and fixed else split_evenly(self._problem.devices, positions, smaller, quantum)
 

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.model.hope import hopeful_curve
-from evener.balancer.search.model.step_time import SAME_BATCH
+from evener.balancer.search.model.step_time import SAME_BATCH, merge_points
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Probe, solo
 from evener.shares.curves import Curve
-from evener.shares.waterfill import Allocation, DeviceCurve
+from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 MOST_ROUNDS = 10
 SMALL = 8  # the first batch, of a free global batch
@@ -33,6 +33,7 @@ LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
 LEAST_RATE = 1e-9  # samples/s
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
 COMES_TRUE = 0.5  # of a hope
+PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
@@ -92,14 +93,15 @@ class SoloStage:
         wanted = self._hoped
         if wanted is None or self._turn >= MOST_ROUNDS:
             return ()
-        batches = {i: share for i, share in wanted.shares if self._shows_more(i, share)}
+        shares = {i: min(share, self._far(i)) for i, share in wanted.shares}
+        batches = {i: share for i, share in shares.items() if self._shows_more(i, share)}
         batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
         if not batches:
-            return self._even_round()
+            return self._cheap_round()
         longest = max(self._seconds(i, batch) for i, batch in batches.items())
         gain = self._expected_gain(wanted)
         if not self._budget.pays(gain, longest):
-            return self._even_round()
+            return self._cheap_round()
         for i in self._model.live:  # they work too, as in a split, and cost no time
             even = max(self._even_share(i), batches.get(i, 0))
             batch = even or self._widest_gap(i)
@@ -107,11 +109,22 @@ class SoloStage:
                 batches[i] = batch
         return self._round(batches)
 
-    def _even_round(self) -> tuple[Probe, ...]:
-        """The even share of a fixed batch on each device, where it isn't known to fit: cheap, while curves are few."""
-        evens = {i: even for i in self._model.live if (even := self._even_share(i)) and self._is_new(i, even)}
-        costs = [self._seconds(i, even) for i, even in evens.items()]
-        return self._round(evens) if evens and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+    def _cheap_round(self) -> tuple[Probe, ...]:
+        """The even share of a fixed batch that isn't known to fit, or the middle of a gap that may hide a peak."""
+        wanted = {i: self._even_share(i) or self._gap_at_best(i) for i in self._model.live}
+        wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
+        costs = [self._seconds(i, batch) for i, batch in wanted.items()]
+        return self._round(wanted) if wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+
+    def _gap_at_best(self, position: int) -> int:
+        """The middle of the wider gap beside a bent curve's best batch, where samples/s may be higher; 0: none."""
+        curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
+        if self._problem.global_batch is not None or curve is None or curve.simple:
+            return 0
+        best = max(range(len(points)), key=lambda i: points[i].batch / points[i].seconds)
+        gaps = pairwise(p.batch for p in points[max(0, best - 1) : best + 2])
+        low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1, 1))
+        return (low + high) // 2 // self._quantum * self._quantum if high > PEAK * low else 0
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
@@ -145,22 +158,34 @@ class SoloStage:
 
     @cached_property
     def _hoped(self) -> Allocation | None:
-        """The fastest layout by hope, as far as a round may go."""
-        found = [DeviceCurve(i, hope, self._far(i)) for i in self._model.live if (hope := self._hopes[i])]
-        return self._fastest(found) or _everything(found)
+        """The fastest layout by hope, however many rounds lie before it."""
+        found = [DeviceCurve(i, hope, self._farthest(i)) for i in self._model.live if (hope := self._hopes[i])]
+        return self._fastest(found) or self._in_turns(found)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])
 
+    def _in_turns(self, devices: list[DeviceCurve]) -> Allocation | None:
+        """What each device does best in one pass of several, where they don't hold the batch at once."""
+        found = [one for device in devices if (one := single_best(device, self._quantum))]
+        rate = math.fsum(one.samples_per_second for one in found)
+        shares = tuple(share for one in found for share in one.shares)
+        return Allocation(shares, sum(batch for _, batch in shares) / rate) if shares else None
+
     def _far(self, position: int) -> int:
-        """The largest batch that the next round may measure: by memory, by what it gains, by time and by its stride."""
-        model, quantum = self._model, self._quantum
-        device, curve = model.devices[position], model.alone[position]
-        limit, ran = model.bounds.alone(position), device.memory.ran
-        if curve is None or not ran:
+        """The largest batch that the next round may measure, by its stride."""
+        device, curve = self._model.devices[position], self._model.alone[position]
+        ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
+        rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
+        stride = (STRIDE if rises else BLIND_STRIDE) * ran // self._quantum * self._quantum
+        return min(self._farthest(position), max(stride, self._quantum))
+
+    def _farthest(self, position: int) -> int:
+        """The largest batch that any round may measure: by memory, by what it gains and by time."""
+        model, curve = self._model, self._model.alone[position]
+        if curve is None or not model.devices[position].memory.ran:
             return 0
-        rises = curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(device.alone[0].batch if device.alone else 0)
-        limit = max(min(limit, (STRIDE if rises else BLIND_STRIDE) * ran // quantum * quantum), min(limit, quantum))
+        limit = model.bounds.alone(position)
         if self._problem.global_batch is None:
             limit = model.bounds.useful(DeviceCurve(position, curve, limit))
         return model.bounds.quick(DeviceCurve(position, curve, limit))
@@ -173,7 +198,8 @@ class SoloStage:
             for i in self._model.live
             if (curve := straight[i])
         ]
-        known = self._fastest(ran)
+        in_turns = self._problem.global_batch not in (None, wanted.global_batch)
+        known = self._in_turns(ran) if in_turns else self._fastest(ran)
         if known is None:
             return math.inf
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
@@ -264,9 +290,3 @@ class SoloStage:
         layout = solo(self._problem.devices, position, passes * batch, batch)
         step = passes * self._step(position, batch)
         return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step), turn)
-
-
-def _everything(devices: list[DeviceCurve]) -> Allocation | None:
-    """All that each device may try: where they don't hold the batch at once, what fits decides how it is divided."""
-    shares = tuple((one.position, one.limit) for one in devices if one.limit)
-    return Allocation(shares, max(one.curve.seconds(one.limit) for one in devices)) if shares else None

@@ -3,7 +3,7 @@
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction no longer changes.
 One device alone, while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest device
-alone comes before the first split: it is compared in any case, and starts no children.
+alone comes before the first split if it may beat that or is cheap: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ class SplitStage:
         tried = self._model.splits or self._seen.in_stage("rest")
         if self._problem.global_batch is None or len(self._model.live) < 2 or not self._with_splits or tried:
             return None
-        return self._predictions.fastest_single
+        single, split = self._predictions.fastest_single, self._predictions.fastest_split
+        if single is None or split is None or single.samples_per_second * HIDDEN > split.samples_per_second:
+            return single
+        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds)
+        return single if self._budget.cheap(seconds) else None
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without contention."""

@@ -47,7 +47,7 @@ def fastest(ran: list[Timed], batch: int | None) -> Timed:
 def true_rate(machine: Machine, seen: Timed | Result) -> float:
     """Samples/s without noise."""
     layout = seen.layout if isinstance(seen, Result) else seen.probe.layout
-    return machine.samples_per_second(layout.shares)
+    return machine.samples_per_second(layout.shares, layout.micro)
 
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
@@ -93,7 +93,7 @@ def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) -> None:
     """4,096 rows on two equal cards, of which one takes eight times as long above 1,400."""
     search, ran = searched(CRAWLING, seed, global_batch=ROWS, budget_seconds=budget)
@@ -102,11 +102,21 @@ def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) 
     rate = true_rate(CRAWLING, best)
     assert rate >= true_rate(CRAWLING, fastest(ran, ROWS)) * (1 - SLACK)
     assert rate >= CRAWLING.samples_per_second((0, ROWS)) * 0.98
+    if budget >= 20:  # 0.77 in one pass: two of them are faster than one above 1,400
+        assert rate >= search_oracle.fixed(CRAWLING, ROWS).samples_per_second * 0.8
     if budget >= 30:
         assert rate >= 0.95 * search_oracle.fixed(CRAWLING, ROWS, micro=False).samples_per_second
         assert search.why_stopped() == Stop.SETTLED
     elif budget < 20:
         assert search.why_stopped() == Stop.BUDGET
+
+
+def test_devices_whose_time_does_not_rise_yet_are_hoped_for_together() -> None:
+    """Eight that are level up to 36 to 865 rows: eight times what ran gains nothing, all that fits 15 %."""
+    machine = machine_families.machine("flat, then linear", 8, 0.002, 1001)
+    best = searched(machine, 1001, tolerance=0.0)[0].best()
+    assert best is not None
+    assert true_rate(machine, best) >= search_oracle.free(machine, 0.0).samples_per_second * 0.97
 
 
 @pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
