@@ -241,7 +241,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """A pass; its loss is weighted so that the mean over ranks is that of one process."""
         train = partial(self._train_part, model, num_items_in_batch)
-        result = self._survival.compute(model, inputs, self._passes.popleft(), self._known_loss, train)
+        result = self._survival.compute(model, inputs, self._passes.popleft(), self._loss_found, train)
         while self._logged:
             super().log(*self._logged.pop(0))
         if not self._passes:
@@ -255,14 +255,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         else:
             self._logged.append((*logged, *options.values()))
 
-    def _known_loss(self) -> TrainerLoss:
+    def _loss_found(self) -> TrainerLoss:
         assert self._loss is not None  # found before the first pass
         return self._loss
 
     def _train_part(self, model: Any, items: Any, inputs: Any, now: Pass) -> torch.Tensor:
         self._pass_rows, self._pass_ends = now.rows, now.last
         divided = 1.0 if is_scaled(self, items) else self.current_gradient_accumulation_steps / self._steps
-        self._factor = now.weight * (self._shares.world * divided / self._known_loss().multiplied)
+        self._factor = now.weight * (self._shares.world * divided / self._loss_found().multiplied)
         try:
             with self._gathering.counting(now.rows, first=now.first, ends=now.ends):
                 result: torch.Tensor = super().training_step(model, inputs, items)
