@@ -48,7 +48,7 @@ QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budge
 
 
 class Budget:
-    """What is left of the budget, by what the probes so far took."""
+    """The part of the budget that is left after the probes so far, and what fits into it."""
 
     def __init__(
         self, problem: Problem, options: LayoutOptions, seen: Observations, race_is_over: bool = False
@@ -65,7 +65,7 @@ class Budget:
     def probe_seconds(
         self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
     ) -> float:
-        """How long the next probe may measure, if its stage needs `probes_left` more and `reserved` seconds follow."""
+        """The seconds that the next probe may measure, if its stage needs `probes_left` more and `reserved` seconds follow."""
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if self.seconds is None:
@@ -77,7 +77,7 @@ class Budget:
     def affords(
         self, layout: Layout, ends_with: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
     ) -> bool:
-        """Whether the shortest probe of this layout can end when the stage `ends_with` has to, in its first turn.
+        """True if the shortest probe of this layout can end when the stage `ends_with` has to, in its first turn.
 
         Usually the probe's own stage; "race", the whole budget, for a probe without which there would be no result.
         """
@@ -87,18 +87,18 @@ class Budget:
         return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
-        """Whether exploration may take so long, and leave what comes after it, if there is time for that at all."""
+        """True if exploration may take this long and leave the time for what comes after it, if there is any."""
         if self.seconds is None:
             return True
         left = self._end("race") - self.spent
         return self.spent + seconds <= self._end("split") and (seconds + after <= left or after > left)
 
     def cheap(self, seconds: float) -> bool:
-        """Whether that is a small part of what is left."""
+        """True if these seconds are a small part of what is left."""
         return self.seconds is None or seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
-        """Whether a probe that should gain so much is worth its time."""
+        """True if a probe with this expected gain is worth its time."""
         left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
 
@@ -114,7 +114,7 @@ class Budget:
         return sum(self.least_seconds(layout) for layout in layouts)
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """How many more turns of these layouts fit the budget; infinite without one."""
+        """The number of turns of these layouts that still fit the budget; infinite without one."""
         if self.seconds is None:
             return float("inf")
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
@@ -135,7 +135,7 @@ class Budget:
 
     @property
     def has_time_to_explore(self) -> bool:
-        """Whether exploration's part of the budget is not spent."""
+        """True while exploration's part of the budget isn't spent."""
         return self.seconds is None or self.spent <= self._end("split")
 
     def _end(self, stage: Stage) -> float:
@@ -172,7 +172,7 @@ class Budget:
 
     @property
     def limits_steps(self) -> bool:
-        """Whether steps of a free batch are limited at all."""
+        """True if the time of a step is limited at a free batch."""
         return self.seconds is not None
 
     @cached_property
@@ -253,7 +253,7 @@ class Budget:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How many steps the first step at a new size takes, as kernels are tuned for it: with TensorFlow up to 100.
+        """The first step's time at a new size in usual steps, as kernels are tuned for it: with TensorFlow up to 100.
 
         From each device's quickest and slowest step alone. A first step's fixed cost is part of the overhead.
         """

@@ -1,4 +1,4 @@
-"""Which layouts should train fastest, as predicted from the observations so far; each is computed once."""
+"""The layouts that should train fastest, as predicted from the observations so far; each is computed once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Predictions:
 
     @cached_property
     def one_pass_split(self) -> Allocation | None:
-        """The same with every share in one pass."""
+        """The fastest split with every share in one pass."""
         return self._split(self._reachable if self._problem.global_batch is None else self.model.split_curves)
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
@@ -146,7 +146,7 @@ class Predictions:
 
     @cached_property
     def insured(self) -> Allocation | None:
-        """The same for 85 % of the tolerance, so that a small disappointment still passes."""
+        """The smallest batch within 85 % of the tolerance, so that one that turns out a little slower is still within it."""
         return self._within(INSURED)
 
     def _within(self, part: float) -> Allocation | None:

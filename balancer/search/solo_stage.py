@@ -38,7 +38,7 @@ HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
 class SoloStage:
-    """Which batches to measure on every device alone, by the model and its predictions."""
+    """The stage that chooses batches to measure on every device alone, by the model and its predictions."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions, self._model, self._budget = predictions, predictions.model, budget

@@ -27,7 +27,7 @@ HIDDEN = 1.3  # a device may be this many times as fast while the others are idl
 
 
 class SplitStage:
-    """Which splits to measure, and which device while the others are idle."""
+    """The stage that chooses splits to measure, and a device to measure while the others are idle."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions, self._model, self._budget = predictions, predictions.model, budget

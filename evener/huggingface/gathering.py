@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,14 @@ from evener.torch_split.own_work import StepTimer
 
 
 class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """A figure of each rank and pass, whose mean is weighted by their `rows`."""
+    """A figure of each rank and pass, whose mean is weighted by their `rows`, and whose sum is that of `sums`."""
 
     rows: torch.Tensor
+    sums: torch.Tensor  # each figure, added up over the pieces of a pass that was computed in several
+
+    def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The sum over all pieces."""
+        return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The mean, weighted by rows if it is over all figures."""
@@ -48,6 +53,10 @@ class Gathering:
         self._repeats = 0  # rows that a loss is repeated for in evaluation
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._call = 0
+        self._in_pass = False
+        self._ends = True  # no other piece of the pass follows
+        self._pieces: list[list[tuple[torch.Tensor, int]]] = []  # what each call had of those before, with their rows
+        self._met: list[Any] = []  # what each call gathered in the pass: other ranks gather once
         accelerator.gather = self.gather
 
     @contextmanager
@@ -60,16 +69,41 @@ class Gathering:
             self._alone = before
 
     @contextmanager
-    def counting(self, rows: int, repeats: int = 0, first: bool = True) -> Iterator[None]:
-        """A context in which `rows` rows of the current pass count; `first`: the pass is the first of its batch."""
+    def counting(self, rows: int, repeats: int = 0, first: bool = True, ends: bool = True) -> Iterator[None]:
+        """A context in which `rows` rows of the current pass count; `first`: the pass is the first of its batch.
+
+        Unless the pass `ends` there, these rows are a piece of it, which is gathered with the last one.
+        """
+        if not self._in_pass:
+            self._pieces, self._met = [], []
         before, self._call = (self._rows, self._repeats), 0
-        self._rows, self._repeats = rows, repeats
+        self._rows, self._repeats, self._ends = rows, repeats, ends
         if first:
             self._earlier = []
         try:
             yield
         finally:
             self._rows, self._repeats = before
+            self._ends = True
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Within it, what is counted is one pass, or its pieces."""
+        self._pieces, self._met = [], []
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def keep(self) -> Callable[[], None]:
+        """Note what passes and pieces have gathered; the function that puts it back, but for what ranks met for."""
+        earlier, pieces = ([list(each) for each in every] for every in (self._earlier, self._pieces))
+
+        def put_back() -> None:
+            self._earlier, self._pieces = earlier, pieces
+
+        return put_back
 
     def add_up(self, figures: torch.Tensor) -> list[float]:
         """The sums of (n,) figures over all ranks."""
@@ -85,27 +119,42 @@ class Gathering:
             return each_tensor(self._gather_tensor, data)
 
     def _gather_tensor(self, tensor: torch.Tensor) -> Any:
-        gathered = self._gather_rows(tensor) if tensor.ndim else self._gather_figure(tensor)
         if self._rows is None:
+            return self._gather_rows([tensor]) if tensor.ndim else self._gather(tensor)
+        call, self._call = self._call, self._call + 1
+        if call < len(self._met):
+            gathered = self._met[call]
+        else:
+            self._pieces += [[] for _ in range(call + 1 - len(self._pieces))]
+            self._pieces[call].append((tensor.detach(), self._rows))
+            gathered = self._gather_pieces(self._pieces[call])
+        if not self._ends:
             return gathered
-        if self._call == len(self._earlier):
+        if call == len(self._earlier):
             self._earlier.append([])
-        every = self._earlier[self._call]
-        self._call += 1
+        every = self._earlier[call]
         every.append(gathered)
         if len(every) == 1 or len({each.shape[1:] for each in every}) > 1:
             return gathered
         joined = torch.cat(every)
-        return _weighted(joined, torch.cat([each.rows for each in every])) if not tensor.ndim else joined
+        if tensor.ndim:
+            return joined
+        return _weighted(joined, torch.cat([each.sums for each in every]), torch.cat([each.rows for each in every]))
 
-    def _gather_figure(self, figure: torch.Tensor) -> Any:
-        if self._rows is None:
-            return self._gather(figure)
-        pairs = self._gather(torch.stack([figure.double(), figure.new_tensor(self._rows, dtype=torch.float64)])[None])
-        counted = pairs[pairs[:, 1] > 0]
-        return _weighted(counted[:, 0].to(figure.dtype), counted[:, 1])
+    def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
+        """Those of the pass so far, with other ranks once the last is there."""
+        gather = self._gather if self._ends else lambda own: own
+        figures = [figure for figure, _ in pieces]
+        if figures[0].ndim:
+            gathered = self._gather_rows(figures) if self._ends else figures[-1]
+        else:
+            gathered = _gather_figure(figures, [rows for _, rows in pieces], gather)
+        if self._ends:
+            self._met.append(gathered)
+        return gathered
 
-    def _gather_rows(self, tensor: torch.Tensor) -> Any:
+    def _gather_rows(self, tensors: list[torch.Tensor]) -> Any:
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         if self._rows is not None and (not self._rows or len(tensor) == self._repeats):
             tensor = tensor[: self._rows]
         counts = self._gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
@@ -116,7 +165,18 @@ class Gathering:
         return torch.cat([every[i * most : i * most + count] for i, count in enumerate(counts)])
 
 
-def _weighted(figures: torch.Tensor, rows: torch.Tensor) -> Gathered:
+def _gather_figure(figures: list[torch.Tensor], rows: list[int], gather: Callable[[torch.Tensor], Any]) -> Any:
+    """The mean and the sum of a rank's figures, as `gather` has them of all ranks."""
+    own = torch.stack(figures).double()
+    count = own.new_tensor(rows)
+    mean = (own * count).sum() / count.sum() if len(rows) > 1 else own[0]
+    every = gather(torch.stack([mean, own.sum(), count.sum()])[None])
+    counted = every[every[:, 2] > 0]
+    means, sums = (counted[:, place].to(figures[0].dtype) for place in (0, 1))
+    return _weighted(means, sums, counted[:, 2])
+
+
+def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> Gathered:
     made: Gathered = figures.as_subclass(Gathered)
-    made.rows = rows
+    made.rows, made.sums = rows, sums
     return made

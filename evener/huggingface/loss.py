@@ -44,14 +44,26 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         """The number of a pass's labels that the loss is a mean over; 0 if it is a mean over something else."""
         return count_labels(batch).get(self.mean_over, 0.0)
 
+    def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
+        """The weight of the loss of a piece with `own` rows in that of a pass with `rows`."""
+        if own == rows or self.mean_over == ITEMS:  # a sum over items has been divided by those of all passes
+            return 1.0
+        return own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)
+
 
 def find_loss(
-    trainer: Any, make: Callable[[], CheckBatch | None], shares: RankShares, gathering: Gathering, ignores: bool
+    trainer: Any,
+    make: Callable[[], CheckBatch | None],
+    shares: RankShares,
+    gathering: Gathering,
+    ignores: bool,
+    strict: bool = False,
 ) -> TrainerLoss:
     """The trainer's loss, by rows of its data; RequestError on every rank where it is no mean over what it has.
 
     `ignores`: labels of the data are ignored, so that others may be, to tell means over rows from means over labels. On
-    a CPU it is tried in any case; on a GPU a loss that doesn't know such labels would end the process.
+    a CPU it is tried in any case; on a GPU a loss that doesn't know such labels would end the process. `strict`: errors
+    of the check itself are raised.
     """
     masks, calls = ignores or trainer.args.device.type == "cpu", gathering.calls
 
@@ -65,7 +77,7 @@ def find_loss(
         return _TrainerCheck(trainer, batch, shares.world).find()
 
     with gathering.alone():
-        found = find_together(find)
+        found = find_together(find, strict)
     if gathering.calls > calls and len(set(shares.passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(

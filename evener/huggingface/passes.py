@@ -20,6 +20,7 @@ class Pass(msgspec.Struct, frozen=True):
     weight: Any
     first: bool
     last: bool  # of its global batch
+    ends: bool = True  # False for a piece of a pass, if others follow
 
 
 def weigh_passes(

@@ -9,9 +9,17 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from evener.errors import RequestError
+from evener.huggingface.checks import needs_equal_passes
+from evener.huggingface.dealt_rows import find_lengths
+from evener.torch_split.length_sampler import LengthSampler
+from evener.torch_split.loader import count_rows
+from evener.torch_split.rank_shares import RankShares
 from evener.torch_split.row_order import RowOrder
+from evener.torch_split.sampler import UnevenBatchSampler
+from evener.training.dealing import make_dealer
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
@@ -49,7 +57,25 @@ def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, A
     return loader.dataset, loader.collate_fn, loader.sampler
 
 
-def make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
+def make_sampler(trainer: Any, shares: RankShares, dataset: Any, order: Any) -> UnevenBatchSampler:
+    """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of its class."""
+    rows = count_rows(dataset)
+    order = trainer._get_train_sampler(dataset) if order is None else order
+    if isinstance(order, LengthGroupedSampler):
+        order.batch_size = shares.global_batch
+    options: dict[str, Any] = {
+        "shuffle": False,
+        "drop_last": trainer.args.dataloader_drop_last,
+        "order": _make_order(trainer, order, rows),
+    }
+    lengths = find_lengths(trainer) if shares.share.cost is not None and not needs_equal_passes(trainer) else None
+    if lengths is None:
+        return UnevenBatchSampler(rows, shares.batches, shares.rank, **options)
+    dealer = make_dealer(shares.batches, shares.micros, shares.shares)
+    return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
+
+
+def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """The rows of each epoch as the bare trainer draws them in one process; None for their own order.
 
     The seed of a random order is `data_seed`, else the one that the process was seeded with last, on the first rank.

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from evener.errors import RequestError
@@ -28,27 +27,26 @@ from evener.huggingface.checks import (
     check_trainer_class,
     needs_equal_passes,
 )
-from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList, find_lengths
+from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList
 from evener.huggingface.evaluation import share_evaluation
 from evener.huggingface.gathering import Gathering
 from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
 from evener.huggingface.passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
 from evener.huggingface.processes import processes
-from evener.huggingface.rows import make_order, training_rows
+from evener.huggingface.rows import make_sampler, training_rows
+from evener.huggingface.survival import Survival
 from evener.plan.file import Plan
 from evener.torch_split.check_loss import make_check_batch
 from evener.torch_split.kept_state import kept_attributes
 from evener.torch_split.length_sampler import LengthSampler
-from evener.torch_split.loader import count_rows
 from evener.torch_split.model_checks import check_normalization, has_own_work
 from evener.torch_split.pass_loader import PassLoader
 from evener.torch_split.pass_sampler import PassSampler
 from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
 from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan, share_by_ratios
 from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.retry import Passes
 from evener.torch_split.step_reporter import StepReporter
-from evener.training.dealing import make_dealer
 
 
 def with_plan(
@@ -115,6 +113,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._pass_rows, self._pass_ends = 0, True  # of the pass that runs: its rows, and whether its batch ends
         self._factor: Any = None  # of the loss of the pass that runs
         self._tokens = 0
+        self._logged: list[tuple[Any, ...]] = []  # in a pass
         self._reporter = StepReporter(self._shares, device, self._keeps_journal)
         self._reporter.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
         self._rebalancing: Rebalancing | None = None
@@ -123,6 +122,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._rebalancing = Rebalancing(self._reporter)
             self._rebalancing.fix_passes(self._shares.passes)
         self._gathering = Gathering(self.accelerator, self._reporter.timer)
+        smaller = Passes(self._shares.rank, device, self._reporter.note_retreat)
+        smaller.check = self._check_parts
+        self._survival = Survival(self, smaller, self._shares.world, self._gathering)
 
     def _find_shares(
         self, plan: Plan | None, ratios: Sequence[float] | None, global_batch: int | None, strict: bool
@@ -141,7 +143,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
         check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
-        rows, args = self._row_sampler(dataset, order), self.args
+        rows, args = make_sampler(self, self._shares, dataset, order), self.args
         self._rows_checked = partial(make_check_batch, dataset, rows, collate)
         if isinstance(rows, LengthSampler):
             self._sampler: PassSampler = DealtSteps(rows)
@@ -161,23 +163,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self._rebalancing is not None:
             self._rebalancing.add(rows, self._batches.drawn_ahead)
         return self._batches
-
-    def _row_sampler(self, dataset: Any, order: Any) -> UnevenBatchSampler:
-        """The trainer's own order of rows, drawn alike on every rank."""
-        rows, shares = count_rows(dataset), self._shares
-        order = self._get_train_sampler(dataset) if order is None else order
-        if isinstance(order, LengthGroupedSampler):
-            order.batch_size = shares.global_batch
-        options: dict[str, Any] = {
-            "shuffle": False,
-            "drop_last": self.args.dataloader_drop_last,
-            "order": make_order(self, order, rows),
-        }
-        lengths = find_lengths(self) if shares.share.cost is not None and not needs_equal_passes(self) else None
-        if lengths is None:
-            return UnevenBatchSampler(rows, shares.batches, shares.rank, **options)
-        dealer = make_dealer(shares.batches, shares.micros, shares.shares)
-        return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         """The loader of an evaluation: the batches that one process would compute, shared out over the ranks."""
@@ -227,11 +212,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._steps = len(totals)
         return items
 
-    def _find_loss(self, ignores: bool) -> TrainerLoss:
+    def _find_loss(self, ignores: bool, in_parts: bool = False) -> TrainerLoss:
         world = self._shares.world
-        if not self._checks or world * sum(self._shares.passes) == 1:
+        if not self._checks or (world * sum(self._shares.passes) == 1 and not in_parts):
             return assume_loss(self, world)
-        return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores)
+        return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores, in_parts)
+
+    def _check_parts(self, part: Any, rows: int) -> None:
+        """RequestError where smaller passes learn something else, which one process looks at as it needs them."""
+        if self._shares.world * sum(self._shares.passes) == 1:
+            self._loss = self._find_loss(has_ignored(part.batch), in_parts=True)
 
     def _next_global_batch(self) -> int:
         """The next global batch's place in the epoch; counts steps as the trainer does, also after a checkpoint."""
@@ -250,18 +240,34 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Train one pass; its loss is weighted so that the mean over ranks is that of one process."""
-        now, loss = self._passes.popleft(), self._loss
-        assert loss is not None  # found before the first pass
+        train = partial(self._train_part, model, num_items_in_batch)
+        result = self._survival.compute(model, inputs, self._passes.popleft(), self._loss_found, train)
+        while self._logged:
+            super().log(*self._logged.pop(0))
+        if not self._passes:
+            self._reporter.report(*self._done)
+        return result
+
+    def log(self, *logged: Any, **options: Any) -> None:
+        """Log as the trainer does: a pass once it is complete, and only the last one of a batch."""
+        if self._factor is None:
+            super().log(*logged, **options)
+        else:
+            self._logged.append((*logged, *options.values()))
+
+    def _loss_found(self) -> TrainerLoss:
+        assert self._loss is not None  # found before the first pass
+        return self._loss
+
+    def _train_part(self, model: Any, items: Any, inputs: Any, now: Pass) -> torch.Tensor:
         self._pass_rows, self._pass_ends = now.rows, now.last
-        divided = 1.0 if is_scaled(self, num_items_in_batch) else self.current_gradient_accumulation_steps / self._steps
-        self._factor = now.weight * (self._shares.world * divided / loss.multiplied)
+        divided = 1.0 if is_scaled(self, items) else self.current_gradient_accumulation_steps / self._steps
+        self._factor = now.weight * (self._shares.world * divided / self._loss_found().multiplied)
         try:
-            with self._gathering.counting(now.rows, first=now.first):
-                result: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            with self._gathering.counting(now.rows, first=now.first, ends=now.ends):
+                result: torch.Tensor = super().training_step(model, inputs, items)
         finally:
             self._factor = None
-        if not self._passes:
-            self._report()
         return result
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,15 +282,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         loss, *others = result if isinstance(result, tuple) else (result,)
         loss = weigh_loss(loss, self._factor, model)
         self._reporter.timer.end_pass(loss)
+        self._survival.note(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a batch of an evaluation, whose loss is its own, as in one process."""
         with processes(self.accelerator, 1):
             return super().prediction_step(*args, **kwargs)
-
-    def _report(self) -> None:
-        self._reporter.report(*self._done)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count the tokens of all passes; summed over ranks once an optimizer step, as ranks differ in their passes."""

@@ -152,11 +152,11 @@ class LossCheck:
         raise RequestError(describe(figures), REMEDY)
 
 
-def find_together(find: Callable[[], Found | None]) -> Found | None:
+def find_together(find: Callable[[], Found | None], strict: bool = False) -> Found | None:
     """The result of `find` on the first rank where it isn't None; every rank calls this.
 
     RequestError on every rank if it raises one on any. Any other error is the user's code's, or out of memory: a
-    warning says that the loss wasn't checked, and the training says the rest.
+    warning says that the loss wasn't checked, and the training says the rest; with `strict` it is raised.
     """
     found: tuple[Any, str, str] = (None, "", "")
     try:
@@ -164,6 +164,8 @@ def find_together(find: Callable[[], Found | None]) -> Found | None:
     except RequestError as error:
         found = (None, error.message, error.remedy)
     except Exception as error:
+        if strict:
+            raise
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         warnings.warn(f"The loss wasn't checked before the first step: {reason}.", stacklevel=4)
     every: list[Any] = [found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +21,25 @@ def kept_attributes(*holders: Any) -> Iterator[None]:
 
     Parameters aren't copied.
     """
-    memo: dict[int, Any] = {}  # by id: values that needn't be looked into
-    for each in holders:
-        memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
-    kept = [(vars(each), _copy(vars(each), memo)) for each in holders]
+    put_back = keep_attributes(*holders)
     try:
         yield
     finally:
+        put_back()
+
+
+def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
+    """Note what all holders have, but for what `apart` refers to; the function that puts it back, in place."""
+    memo: dict[int, Any] = {id(each): None for each in apart}  # what needn't be looked into
+    for each in holders:
+        memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
+    kept = [(vars(each), _copy(vars(each), memo)) for each in holders]
+
+    def put_back() -> None:
         for holder, was in kept:
             _put_back(holder, was)
+
+    return put_back
 
 
 @contextmanager

@@ -66,14 +66,19 @@ class Passes:
         self.checked = False
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
-        self._backward = 0  # calls in the pass
+        self._opened = self._ended = False  # a backward pass of the pass
 
-    def take(self, parts: Iterable[Part], models: Sequence[Any], exchanges: Sequence[Exchange]) -> Iterator[Part]:
-        """Each part, on the device for its turn, or its pieces; the models exchange gradients in the last one only."""
+    def take(
+        self, parts: Iterable[Part], models: Sequence[Any], exchanges: Sequence[Exchange], begins: bool = True
+    ) -> Iterator[Part]:
+        """Each part, on the device for its turn, or its pieces; the models exchange gradients in the last one only.
+
+        `begins`: they are the first of a batch.
+        """
         self._exchanges = list(exchanges)
         queue = deque(parts)
-        self._clean += 1
-        self._step += 1
+        self._clean += begins
+        self._step += begins
         if self.most is not None and self._clean > CLEAN_STEPS:
             self.most, self._clean = 2 * self.most, 0
         while queue:
@@ -96,7 +101,7 @@ class Passes:
         self._exchanges = []
 
     def _turn(self, part: Part, unsynced: Sequence[Any]) -> Iterator[Part]:
-        batch, self._backward = part.batch, 0
+        batch, self._opened, self._ended = part.batch, False, False
         self._state = PassState(self._exchanges, self._device, self._constant)
         part.passes = self
         try:
@@ -111,15 +116,20 @@ class Passes:
 
     def open(self) -> None:
         """Prepare for the backward pass of a part."""
-        self._backward += 1
+        self._opened = True
         dependent = self._state is not None and self._state.is_changed()
         for exchange in self._exchanges:
             exchange.open(dependent)
 
     def close(self) -> None:
         """Finish after the backward pass of a part."""
+        self._ended = True
         for exchange in self._exchanges:
             exchange.close()
+
+    def note_backward(self) -> None:
+        """A loss goes backward; unless the part was opened for it, what it gives can't be undone."""
+        self._ended |= not self._opened
 
     def _least(self) -> int:
         """Rows that a pass must have; BatchNorm takes no statistics of one."""
@@ -133,8 +143,8 @@ class Passes:
             self._constant |= self._state.unchanged()
 
     def catch(self, error: BaseException) -> str:
-        """The error as text if its pass can be computed again: memory ran out, with at most one backward pass begun."""
-        if not is_out_of_memory(error) or self._backward > 1 or not self._exchanges:
+        """The error as text if its pass can be computed again: memory ran out, and no backward pass has ended."""
+        if not is_out_of_memory(error) or self._ended or not self._exchanges:
             return ""
         return drop_frames(error)
 
@@ -194,7 +204,8 @@ class Passes:
         raise DeviceError(
             f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is no room to look whether"
             " smaller passes learn the same.",
-            "Call split.check(loader, ...) before the first step.",
+            "Make a plan with smaller passes (evener balance --micro), or in a loop of your own call"
+            " split.check(loader, ...) before the first step.",
         )
 
 

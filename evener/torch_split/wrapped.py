@@ -76,6 +76,14 @@ def wrap_module(module: Any, device: torch.device, options: dict[str, Any]) -> E
     return Exchanged(module, Exchange(module, group, bucket_bytes=size, broadcast_buffers=buffers))
 
 
+class TakenOver(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+    """One whose gradients an Exchange sums: its forward pass is its module's, with the hooks of that."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The model's own."""
+        return self.module(*inputs, **options)
+
+
 def take_over(model: Any) -> Exchange:
     """An exchange in place of a DistributedDataParallel's own, whose sums can't be weighted or taken up again.
 
@@ -91,13 +99,16 @@ def take_over(model: Any) -> Exchange:
     group = None if model.process_group is dist.group.WORLD else model.process_group
     made = Exchange(model.module, group, bucket_bytes=model.bucket_bytes_cap, broadcast_buffers=model.broadcast_buffers)
     model.reducer = model.logger = None
-    model._delay_all_reduce_all_params = True  # PyTorch's word for: a forward pass, and nothing else
+    model.__class__ = TakenOver
     model.exchange = made
     return made
 
 
-def watch(model: Any, device: torch.device, forward: Callable[[Any, Any], None]) -> None:
-    """Call `forward` with the model and its inputs before each forward pass, and tell its exchange of the outputs."""
+def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], None]) -> None:
+    """Call `forward` with the model and its inputs before each forward pass, and tell its exchange of the outputs.
+
+    Inputs are moved to `device`, if there is one.
+    """
     hook = _hooks.get(model)
     if hook is None:
         hook = _hooks[model] = _ForwardHook()

@@ -159,3 +159,33 @@ def test_every_row_is_in_one_pass_of_one_rank() -> None:
             sizes = [size for step in range(len(batches) // passes) for size in sampler.pass_sizes(step)]
             seen += [row for batch, size in zip(batches, sizes, strict=True) for row in batch[:size]]
         assert sorted(seen) == list(range(rows))
+
+
+@pytest.fixture(scope="module")
+def exploded(trainer_ranks: Run) -> Ended:
+    """What one process ended with whose memory never ran out, program by program."""
+    (found,) = trainer_ranks("tests.support.huggingface_oom_programs.reference_all")
+    return found
+
+
+@pytest.mark.parametrize("given", [TWO, ((6, 2), (3, 1)), ((8,), (8,))], ids=("passes", "as many passes", "one device"))
+def test_it_learns_the_same_where_passes_run_out_of_memory(trainer_ranks: Run, exploded: Ended, given: Any) -> None:
+    shares, micros = given
+    found = trainer_ranks("tests.support.huggingface_oom_programs.train_all", shares, micros, world=len(shares))
+    for name, its in exploded.items():
+        assert sum(rank[name]["burst"] for rank in found) >= 4
+        for each in (rank[name] for rank in found):
+            for mine, other in zip(each["weights"], its["weights"], strict=True):
+                torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+            assert each["losses"] == pytest.approx(its["losses"], abs=2e-6)
+            for figure in ("steps", "tokens", "counted", "noted"):
+                assert each[figure] == its[figure]
+            assert each["calls"] == its["calls"] * (-(-shares[each["rank"]] // micros[each["rank"]]))
+            for mine, other in zip(each["figures"], its["figures"], strict=True) if each["figures"] else ():
+                assert mine == pytest.approx(other, rel=1e-12)
+            assert bool(each["figures"]) == (given != TWO)
+
+
+def test_a_sum_is_not_computed_in_smaller_passes(trainer_ranks: Run) -> None:
+    (said,) = trainer_ranks("tests.support.huggingface_oom_programs.refuse_sum")
+    assert "Rank 0 ran out of memory in a pass of 8 rows, and smaller passes would learn something else" in said

@@ -57,7 +57,7 @@ class Fuse:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected).")
 
 
-class _Bomb(torch.autograd.Function):
+class Bomb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, fuse: Fuse, layer: int) -> torch.Tensor:
         ctx.fuse, ctx.layer = fuse, layer
@@ -83,7 +83,7 @@ class Net(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.fuse.begin()
         for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
-            rows = F.dropout(torch.tanh(norm(layer(_Bomb.apply(rows, self.fuse, number)))), self.dropout)
+            rows = F.dropout(torch.tanh(norm(layer(Bomb.apply(rows, self.fuse, number)))), self.dropout)
         made: torch.Tensor = self.last(rows)
         return made
 

@@ -1,4 +1,4 @@
-"""How fast a device may be between the batches that it was measured with: what another batch could show.
+"""The speed that a device may have between the batches that it was measured with: what another batch could show.
 
 Times rise, and between two points they lie on no line that must be believed: a knee, a stair or another kernel may be
 there. In each gap time may go on as before it; from the other side it may come as it goes on after it. Where nothing is

@@ -1,0 +1,151 @@
+"""Trainings by transformers' Trainer in which passes run out of memory, and the bare trainer in one process without.
+
+Bombs lie in the model's layers, forward and backward, as in torch_oom_programs.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import TrainerCallback
+
+from evener.errors import DeviceError
+from evener.huggingface import with_plan
+from evener.torch_split import retry
+from tests.support.huggingface_programs import (
+    ADAM,
+    GLOBAL_BATCH,
+    OwnLoss,
+    Program,
+    choose_class,
+    describe,
+    make_arguments,
+    make_parts,
+    make_plan,
+)
+from tests.support.torch_oom_programs import Bomb, Fuse
+
+PROGRAMS = {
+    "tokens": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}),
+    "rows": Program("plain", 45, ADAM),
+    "rows by a compute_loss": Program("own loss", 29, ADAM),
+    "rows, checkpointed": Program("own loss", 21, {**ADAM, "gradient_checkpointing": True}),
+}
+
+
+class Bombs(TrainerCallback):
+    """Lays one or two in three of four optimizer steps, at any layer of any pass."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self.fuse, self._numbers = Fuse(), random.Random(seed)
+        kinds = (torch.nn.Linear, torch.nn.RMSNorm)
+        self._layers = [module for module in model.modules() if isinstance(module, kinds)]
+        for number, layer in enumerate(self._layers):
+            layer.register_forward_hook(lambda *given, number=number: Bomb.apply(given[2], self.fuse, number))
+        model.register_forward_pre_hook(self._begin)
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.fuse.begin()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        draw = self._numbers
+        self.fuse.passes = -1
+        self.fuse.at = [
+            (draw.choice(("forward", "backward")), draw.randrange(len(self._layers)), draw.randrange(4))
+            for _ in range(draw.choice((0, 1, 1, 2)))
+        ]
+
+
+def counting(kind: Any, gathers: bool) -> Any:
+    """The class, with figures that its compute_loss and its training_step write down."""
+
+    class Counting(kind):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.losses: list[int] = []
+            self.figures: list[tuple[float, ...]] = []
+            self.steps = 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = inputs["y" if "y" in inputs else "input_ids"].double().sum(1)
+            mean = self.accelerator.gather(rows.mean()).mean() if gathers else 0.0
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self.losses.append(self.state.global_step)
+                self.log({"noted": 1.0})
+            if torch.is_grad_enabled() and gathers:
+                each = [self.accelerator.gather(own).sum() for own in (rows.sum(), rows, rows.square())]
+                self.figures.append((float(mean), *map(float, each)))
+            return loss
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            return super().training_step(*args, **kwargs)
+
+    return Counting
+
+
+def train(program: Program, shares: list[int], micros: list[int], folder: Path, rank: int) -> dict[str, Any]:
+    """One rank, by the adapter, with bombs."""
+    retry.CLEAN_STEPS = 1
+    parts = make_parts(program)
+    passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
+    kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))
+    bombs = Bombs(parts["model"], rank)
+    trainer = kind(args=make_arguments(program, str(folder)), callbacks=[bombs], **parts)
+    return {**describe(trainer, trainer.train()), "burst": bombs.fuse.burst, "rank": rank, **list_figures(trainer)}
+
+
+def list_figures(trainer: Any) -> dict[str, Any]:
+    """What its own class noted."""
+    noted = sum("noted" in entry for entry in trainer.state.log_history)
+    return {"counted": trainer.losses, "noted": noted, "calls": trainer.steps, "figures": trainer.figures}
+
+
+def reference(program: Program) -> dict[str, Any]:
+    """By the bare trainer in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = make_arguments(program, folder, per_device_train_batch_size=GLOBAL_BATCH)
+        trainer = counting(choose_class(program), True)(args=arguments, **make_parts(program))
+        return {**describe(trainer, trainer.train()), **list_figures(trainer)}
+
+
+def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
+    """Every program as one rank."""
+    torch.set_num_threads(1)
+    gc.freeze()  # each failed pass collects garbage, which takes half a second among all that is imported
+    own = folder.parent / "out-of-memory"
+    torch.save({name: train(each, shares, micros, own, rank) for name, each in PROGRAMS.items()}, folder / f"{rank}.pt")
+
+
+def reference_all(folder: Path, rank: int) -> None:
+    """Every program in one process, whose memory suffices."""
+    torch.set_num_threads(1)
+    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")
+
+
+class SummedLoss(OwnLoss):
+    """Of two rows its loss is twice that of one."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **options) * len(inputs["input_ids"])
+
+
+def refuse_sum(folder: Path, rank: int) -> None:
+    """What a training on one device says whose passes can't be made smaller."""
+    program = msgspec.structs.replace(PROGRAMS["rows by a compute_loss"], rows=16)
+    parts = make_parts(program)
+    trainer = with_plan(SummedLoss, make_plan([8]))(
+        args=make_arguments(program, str(folder)), callbacks=[Bombs(parts["model"], 0)], **parts
+    )
+    try:
+        trainer.train()
+    except DeviceError as error:
+        torch.save(str(error), folder / f"{rank}.pt")
