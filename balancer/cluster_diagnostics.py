@@ -11,8 +11,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from evener.balancer.diagnostics import IMPORT_SECONDS, Check, check_machine
-from evener.balancer.probes.script_copy import digest_script
 from evener.devices.cluster.agents import Agent, HostLostError, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
 from evener.devices.cluster.discovery import assign_terms, describe_versions, discover_cluster, explain_versions
@@ -20,6 +18,9 @@ from evener.devices.cluster.reachability import Listener, Place, find_unreachabl
 from evener.devices.host.network import RENDEZVOUS_PORT, VARIABLES, find_interface
 from evener.devices.terms import parse_request
 from evener.errors import EvenerError
+
+from .diagnostics import IMPORT_SECONDS, Check, check_machine
+from .probes.script_copy import digest_script
 
 ABSENT = "not there"
 

@@ -8,22 +8,23 @@ from contextlib import closing
 
 import msgspec
 
-from evener.balancer.events import ProbeProgress
-from evener.balancer.intake.problem import make_problem
-from evener.balancer.probes.make import make_prober
-from evener.balancer.probes.prober import Prober, Report
-from evener.balancer.request import Job
-from evener.balancer.result.explain_failure import find_unfinished
-from evener.balancer.result.words import say_all
-from evener.balancer.search.budget import LONGEST_PROBE_SECONDS
-from evener.balancer.search.layouts import BALANCE, LayoutOptions
-from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.search import Search
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.store.locks import lock_devices
-from evener.balancer.types import Failed, Probe, Problem, Timed
 from evener.errors import NoLayoutError
 from evener.system.state_folders import new_error_file
+
+from .events import ProbeProgress
+from .intake.problem import make_problem
+from .probes.make import make_prober
+from .probes.prober import Prober, Report
+from .request import Job
+from .result.explain_failure import find_unfinished
+from .result.words import say_all
+from .search.budget import LONGEST_PROBE_SECONDS
+from .search.layouts import BALANCE, LayoutOptions
+from .search.model.memory import Memory
+from .search.search import Search
+from .search.statistics import relative_half_width
+from .store.locks import lock_devices
+from .types import Failed, Probe, Problem, Timed
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5

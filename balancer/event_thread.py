@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 
-from evener.balancer.events import Event
+from .events import Event
 
 CLOSE_SECONDS = 5.0
 

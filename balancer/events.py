@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from evener.balancer.types import Belief, Observation, Probe, Result, Said
 from evener.plan.file import Plan
+
+from .types import Belief, Observation, Probe, Result, Said
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -16,12 +16,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from evener.balancer.probes.prober import Facts
-from evener.balancer.request import Request
-from evener.balancer.types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
 from evener.plan.file import Plan
+
+from .probes.prober import Facts
+from .request import Request
+from .types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
 
 SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
-from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.make import make_prober
-from evener.balancer.probes.protocol import Profiled
-from evener.balancer.request import Job
-from evener.balancer.result.layout_names import name_candidate
-from evener.balancer.search.search import Search
+from .probes.child_prober import ChildProber
+from .probes.make import make_prober
+from .probes.protocol import Profiled
+from .request import Job
+from .result.layout_names import name_candidate
+from .search.search import Search
 
 STEPS = 20  # profiled of each layout
 LayoutProfile = tuple[str, Profiled | str]  # a layout's name, and its profile or why there is none

@@ -12,11 +12,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from evener.balancer.probes.make import make_prober
-from evener.balancer.probes.prober import Prober
-from evener.balancer.request import Job
-from evener.balancer.store.locks import lock_devices
-from evener.balancer.types import (
+from evener.devices.types import Device
+from evener.errors import NoLayoutError, RequestError
+from evener.system.state_folders import new_error_file
+
+from .probes.make import make_prober
+from .probes.prober import Prober
+from .request import Job
+from .store.locks import lock_devices
+from .types import (
     Failed,
     Interval,
     Layout,
@@ -29,9 +33,6 @@ from evener.balancer.types import (
     Warned,
     layout_of,
 )
-from evener.devices.types import Device
-from evener.errors import NoLayoutError, RequestError
-from evener.system.state_folders import new_error_file
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
 ALONE_SECONDS = 3.0  # of each device by itself

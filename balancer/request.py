@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.number_format import join_words
-from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective
-from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.machine import Machine
 from evener.devices.types import Device
 from evener.errors import RequestError
+
+from .number_format import join_words
+from .objectives.registry import OBJECTIVES, SPEED, find_objective
+from .search.layouts import LayoutOptions
 
 LARGEST_BATCH = 1 << 30
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")

@@ -8,16 +8,17 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
-from evener.balancer import journal
-from evener.balancer.intake.job import take_in
-from evener.balancer.journal import EndedEntry, Header, Journal, LaterEntry, Record
-from evener.balancer.request import Job, Request
-from evener.balancer.search.search import Search
-from evener.balancer.store import replay, runs
-from evener.balancer.store.locks import lock_devices, lock_run
-from evener.balancer.types import Failed, Timed
 from evener.errors import RequestError
 from evener.system.state_folders import new_run_id
+
+from . import journal
+from .intake.job import take_in
+from .journal import EndedEntry, Header, Journal, LaterEntry, Record
+from .request import Job, Request
+from .search.search import Search
+from .store import replay, runs
+from .store.locks import lock_devices, lock_run
+from .types import Failed, Timed
 
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
 

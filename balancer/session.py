@@ -5,21 +5,22 @@ from __future__ import annotations
 import threading
 import time
 
-from evener.balancer.event_thread import EventThread
-from evener.balancer.events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.probes.make import make_prober
-from evener.balancer.probes.prober import Facts, Prober
-from evener.balancer.request import Job, Request
-from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished
-from evener.balancer.result.outcome import RunEnd, build_outcome
-from evener.balancer.run import open_run
-from evener.balancer.search.decisions import Stop
-from evener.balancer.search.search import Search
-from evener.balancer.store import replay, runs
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 from evener.errors import RequestError
+
+from .event_thread import EventThread
+from .events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
+from .objectives.registry import find_objective
+from .probes.make import make_prober
+from .probes.prober import Facts, Prober
+from .request import Job, Request
+from .result.explain_failure import explain_no_plan, find_unfinished
+from .result.outcome import RunEnd, build_outcome
+from .run import open_run
+from .search.decisions import Stop
+from .search.search import Search
+from .store import replay, runs
+from .types import Failed, Observation, OutOfMemory, Probe, Timed
 
 __all__ = ["Request", "Session"]
 

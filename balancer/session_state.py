@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.balancer.events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from evener.balancer.result.gains import is_comparable, printed_gain
-from evener.balancer.search.layouts import is_even
-from evener.balancer.types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 from evener.devices.types import Device
 from evener.plan.file import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
+
+from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .result.gains import is_comparable, printed_gain
+from .search.layouts import is_even
+from .types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 
 KEPT_OBSERVATIONS = 2000
 SUM = "sum of solos"

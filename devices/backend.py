@@ -10,10 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from evener.devices.listing import Discovery, Listing, choose_devices
-from evener.devices.types import Device, Source, Term
-from evener.devices.vitals import VitalsReader
 from evener.errors import DeviceError
+
+from .listing import Discovery, Listing, choose_devices
+from .types import Device, Source, Term
+from .vitals import VitalsReader
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}  # for children: frameworks write less
 

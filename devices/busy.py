@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from evener.devices.registry import find_backend
-from evener.devices.types import Device
-from evener.devices.vitals import Vitals
+from .registry import find_backend
+from .types import Device
+from .vitals import Vitals
 
 BUSY_PERCENT = 20.0  # of the time; a desktop takes less
 MOST_NAMED = 3

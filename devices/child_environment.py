@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 
 import evener
-from evener.devices.backend import ChildEnvironment
-from evener.devices.registry import all_backends, find_backend
-from evener.devices.types import Device
+
+from .backend import ChildEnvironment
+from .registry import all_backends, find_backend
+from .types import Device
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:

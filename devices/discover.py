@@ -6,11 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from evener.devices.listing import Discovery
-from evener.devices.registry import find_backend, find_here, open_here
-from evener.devices.terms import parse_request
-from evener.devices.types import Source
 from evener.errors import RequestError
+
+from .listing import Discovery
+from .registry import find_backend, find_here, open_here
+from .terms import parse_request
+from .types import Source
 
 
 def discover(
@@ -26,7 +27,7 @@ def discover(
     terms = parse_request(spec)
     variables = (os.environ if environ is None else environ) if only_visible else {}
     if terms[0].host is not None:
-        from evener.devices.cluster.discovery import discover_cluster
+        from .cluster.discovery import discover_cluster
 
         found = discover_cluster(terms, ray_address, only_visible)
     else:
@@ -42,7 +43,7 @@ def open_source(discovery: Discovery) -> Source:
     """A source that samples these devices; its owner closes it. DeviceError if the driver has gone since."""
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
-        from evener.devices.cluster.source import ClusterSource
+        from .cluster.source import ClusterSource
 
         return ClusterSource(discovery.devices, discovery.notes, open_here)
     return backend.open_source(discovery)

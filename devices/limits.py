@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from evener.devices.types import Limit
 from evener.errors import RequestError
+
+from .types import Limit
 
 UNITS = {"b": 1} | {f"{sign}ib": 1 << 10 * i for i, sign in enumerate("kmgt", 1)}
 UNITS |= {f"{sign}b": 1000**i for i, sign in enumerate("kmgt", 1)}

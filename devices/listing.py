@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from evener.devices.machine import Machine
-from evener.devices.types import Device, Term, limited
 from evener.errors import DeviceError, RequestError
+
+from .machine import Machine
+from .types import Device, Term, limited
 
 CROWDED = 0.05  # of a device's memory: others' use above it is worth a note
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)

@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from evener.devices.types import Device, Limit
+from .types import Device, Limit
 
 MIB = 1 << 20
 USUAL_WATTS, IDLE_POWER = 250.0, 0.08  # at full load, where a file says nothing; at rest, as a part of it

@@ -7,8 +7,9 @@ import signal
 
 import psutil
 
-from evener.devices.types import ProcessSample
 from evener.errors import RequestError
+
+from .types import ProcessSample
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
 START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks

@@ -13,8 +13,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from evener.devices.types import Device, Snapshot
 from evener.errors import RequestError, as_request_error
+
+from .types import Device, Snapshot
 
 VERSION = 1
 LONGEST_LINE_BYTES = 4 << 20

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 
-from evener.devices.backend import Backend
-from evener.devices.listing import Discovery
-from evener.devices.types import Device, Source, Term
 from evener.errors import DeviceError, RequestError
+
+from .backend import Backend
+from .listing import Discovery
+from .types import Device, Source, Term
 
 # kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
 BACKENDS = {

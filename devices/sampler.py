@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
+from .types import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
 
 Subscriber = Callable[[Snapshot], object]
 HISTORY_TICKS = 600

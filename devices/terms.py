@@ -25,10 +25,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.devices.limits import parse_limit
-from evener.devices.registry import BACKENDS, all_backends
-from evener.devices.types import Limit, Term
 from evener.errors import RequestError
+
+from .limits import parse_limit
+from .registry import BACKENDS, all_backends
+from .types import Limit, Term
 
 REMEDY = (
     "Write auto, gpu, gpu:0,2, cpu, cpu/4, cpu:0,1@60%, ray, ray:HOST/gpu:0, sim:gtx1080ti,gtx1080 or sim:machine.toml."

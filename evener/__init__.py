@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.live.reporter import report
-    from evener.plan.file import Plan, load_plan
+    from .live.reporter import report
+    from .plan.file import Plan, load_plan
 
 __version__ = "0.1.0"
 __all__ = ["Plan", "__version__", "load_plan", "report"]

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line; `--version` alone answers before anything else is imported."""
     if sys.argv[1:] == ["--version"]:
-        from evener import __version__
+        from . import __version__
 
         print(f"evener {__version__}")
         return

@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.shares.whole_rows import bounds, even, gradient_weight
-from evener.torch_split.batch_weights import BatchWeights
-from evener.torch_split.gather import add_up
-from evener.torch_split.kept_state import kept_state
-from evener.torch_split.model_checks import check_normalization
-from evener.torch_split.nested_batch import cut_rows
-from evener.torch_split.parts import Part, weigh_by_count
-from evener.torch_split.pass_loader import PassLoader
-from evener.torch_split.pass_sampler import PassSampler
-from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.step_reporter import StepReporter
+from .errors import RequestError
+from .shares.whole_rows import bounds, even, gradient_weight
+from .torch_split.batch_weights import BatchWeights
+from .torch_split.gather import add_up
+from .torch_split.kept_state import kept_state
+from .torch_split.model_checks import check_normalization
+from .torch_split.nested_batch import cut_rows
+from .torch_split.parts import Part, weigh_by_count
+from .torch_split.pass_loader import PassLoader
+from .torch_split.pass_sampler import PassSampler
+from .torch_split.rebalancing import Rebalancing
+from .torch_split.sampler import UnevenBatchSampler
+from .torch_split.step_reporter import StepReporter
 
 try:
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.strategies import DDPStrategy
     from torchmetrics import Metric
 
-    from evener.lightning_loss import check_module_loss
+    from .lightning_loss import check_module_loss
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from evener.errors import RequestError
-from evener.torch_split.parts import Part
-from evener.torch_split.split_check import check_part_loss
+from .errors import RequestError
+from .torch_split.parts import Part
+from .torch_split.split_check import check_part_loss
 
 
 def check_module_loss(strategy: Any, loader: Any, count: Callable[[Part], Any] | None) -> None:

@@ -17,11 +17,12 @@ from evener.devices.cluster.agents import NODE_LABEL
 from evener.devices.cluster.connection import Node
 from evener.devices.cluster.placement import find_plan_nodes, hold_other_gpus
 from evener.devices.host.network import choose_interface
-from evener.errors import PlanError, RequestError
-from evener.plan.check import check_fit
-from evener.plan.file import Plan, load_plan, to_toml
-from evener.torch_split.process import is_cpu, visible_gpus
-from evener.training.launched import DEVICE, HOST, PLAN
+
+from .errors import PlanError, RequestError
+from .plan.check import check_fit
+from .plan.file import Plan, load_plan, to_toml
+from .torch_split.process import is_cpu, visible_gpus
+from .training.launched import DEVICE, HOST, PLAN
 
 try:
     import ray

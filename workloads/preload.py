@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from evener.errors import EvenerError
-from evener.workloads import registry
-from evener.workloads.user_code import list_imports, names_a_file, package_of
+
+from . import registry
+from .user_code import list_imports, names_a_file, package_of
 
 LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own when they are imported
     ("accelerate", "datasets", "lightning", "peft", "pytorch_lightning", "timm", "torchvision", "transformers", "trl")

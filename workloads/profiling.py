@@ -8,7 +8,8 @@ from importlib import import_module
 import msgspec
 
 from evener.errors import RequestError
-from evener.workloads.protocol import BACKENDS
+
+from .protocol import BACKENDS
 
 
 class Transfer(msgspec.Struct, frozen=True):

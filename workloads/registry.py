@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from evener.errors import RequestError
-from evener.workloads.protocol import BACKENDS, Entry, Place, Workload
+
+from .protocol import BACKENDS, Entry, Place, Workload
 
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
@@ -178,7 +179,7 @@ def find(name: str, framework: str = "") -> Entry:
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
-    from evener.workloads import user_code
+    from . import user_code
 
     if ":" in name or user_code.names_a_file(name):
         return user_code.entry(name, framework or "tensorflow")

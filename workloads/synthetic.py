@@ -16,7 +16,8 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.shares.passes import split_passes
-from evener.workloads.protocol import Place
+
+from .protocol import Place
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "grow", "nan")

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal, cast
 
 import evener
 from evener.errors import EvenerError, RequestError
-from evener.workloads.protocol import BACKENDS, Entry
+
+from .protocol import BACKENDS, Entry
 
 _DATA_FUNCTIONS = ("sample_batch", "training_data", "lengths")
 _PLACE_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')

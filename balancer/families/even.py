@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.families.family import Family, Offer, View
-from evener.balancer.types import Layout
 from evener.plan.layout import EVEN_SPLIT
+
+from ..types import Layout
+from .family import Family, Offer, View
 
 
 def device_counts(devices: int) -> tuple[int, ...]:

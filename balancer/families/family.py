@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from evener.balancer.types import Layout
 from evener.plan.layout import KINDS, Traits
+
+from ..types import Layout
 
 PackMode = Literal["", "logical", "mps"]
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.families.family import Family, Offer, PackMode, View
-from evener.balancer.types import Layout
+from ..types import Layout
+from .family import Family, Offer, PackMode, View
 
 SIZES = 2  # that a mode is measured with at the least
 

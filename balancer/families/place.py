@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.families.family import Family, Offer, Placement, View
-from evener.balancer.types import Layout
 from evener.shares.whole_rows import even
+
+from ..types import Layout
+from .family import Family, Offer, Placement, View
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evener.balancer.families.even import EvenFamily
-from evener.balancer.families.family import Family
-from evener.balancer.families.pack import PackFamily
-from evener.balancer.families.place import PlaceFamily
-from evener.balancer.families.solo import SoloFamily
-from evener.balancer.families.split import SplitFamily
-from evener.balancer.types import Layout
 from evener.errors import RequestError
 from evener.plan.layout import KINDS, Traits
+
+from ..types import Layout
+from .even import EvenFamily
+from .family import Family
+from .pack import PackFamily
+from .place import PlaceFamily
+from .solo import SoloFamily
+from .split import SplitFamily
 
 SOLO, EVEN, SPLIT, PACK, PLACE = SoloFamily(), EvenFamily(), SplitFamily(), PackFamily(), PlaceFamily()
 FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK, PLACE)}

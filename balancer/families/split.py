@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.families.family import Family, View
-from evener.balancer.types import Layout
 from evener.plan.layout import BEST_SPLIT
+
+from ..types import Layout
+from .family import Family, View
 
 
 class SplitFamily(Family):

@@ -7,9 +7,6 @@ from importlib.util import find_spec
 
 import msgspec
 
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.probes.launch_plan import ONE_PROCESS
-from evener.balancer.request import Request
 from evener.devices.busy import find_others
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
@@ -18,6 +15,10 @@ from evener.devices.listing import Discovery
 from evener.devices.machine import Machine
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, RequestError
+
+from ..objectives.registry import find_objective
+from ..probes.launch_plan import ONE_PROCESS
+from ..request import Request
 
 
 def check_fit(request: Request, framework: str, found: Discovery, hosts: int, settings: object) -> None:

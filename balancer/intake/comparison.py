@@ -8,15 +8,16 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.families.family import Family, PackMode, Placement
-from evener.balancer.families.registry import FAMILIES, find_families
-from evener.balancer.intake.job import take_in
-from evener.balancer.request import Job, Request
-from evener.balancer.search.layouts import Knob, LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import group_by_host
 from evener.errors import RequestError
 from evener.workloads import registry
+
+from ..families.family import Family, PackMode, Placement
+from ..families.registry import FAMILIES, find_families
+from ..request import Job, Request
+from ..search.layouts import Knob, LayoutOptions
+from .job import take_in
 
 SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")

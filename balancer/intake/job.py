@@ -5,13 +5,14 @@ Everything that can be wrong with a request is found here, before a run is made 
 
 from __future__ import annotations
 
-from evener.balancer.intake.checks import check_fit, check_hosts
-from evener.balancer.intake.problem import make_problem
-from evener.balancer.request import Job, Request, check_request
-from evener.balancer.search.problem import check_problem
 from evener.devices.discover import discover
 from evener.devices.types import group_by_host
 from evener.workloads import registry
+
+from ..request import Job, Request, check_request
+from ..search.problem import check_problem
+from .checks import check_fit, check_hosts
+from .problem import make_problem
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
 NOT_RUN = "simulated devices have the speeds of a model of their own."

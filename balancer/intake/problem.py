@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evener.balancer.journal import Header
-from evener.balancer.request import Job, allows_passes
-from evener.balancer.types import Problem
+from ..journal import Header
+from ..request import Job, allows_passes
+from ..types import Problem
 
 
 def make_problem(asked: Job | Header, spend_all: bool = False) -> Problem:

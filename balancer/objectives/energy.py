@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from evener.balancer.number_format import efficiency
-from evener.balancer.objectives.objective import Objective
-from evener.balancer.types import Power, Timed
+from ..number_format import efficiency
+from ..types import Power, Timed
+from .objective import Objective
 
 
 class Energy(Objective, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from evener.balancer.types import Timed
+from ..types import Timed
 
 
 class Objective(msgspec.Struct, frozen=True):

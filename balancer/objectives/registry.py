@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from evener.balancer.objectives.energy import ENERGY
-from evener.balancer.objectives.objective import Objective
 from evener.errors import RequestError
+
+from .energy import ENERGY
+from .objective import Objective
 
 SPEED = Objective("throughput", "tokens/s where rows have lengths, else samples/s")
 TOKENS = Objective("tokens", "tokens/s", needs_lengths=True)

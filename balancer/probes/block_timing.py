@@ -15,8 +15,8 @@ from math import sqrt
 
 import msgspec
 
-from evener.balancer.search.statistics import NORMAL_95, interval_of, median, relative_half_width
-from evener.balancer.types import Interval, Warned
+from ..search.statistics import NORMAL_95, interval_of, median, relative_half_width
+from ..types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 HOPELESS_FROM = 0.5  # of the time: then a probe also ends

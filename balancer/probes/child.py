@@ -18,10 +18,10 @@ from typing import BinaryIO, Protocol
 import msgspec
 import psutil
 
-from evener.balancer.probes import protocol
-from evener.balancer.probes.forked_process import WAIT_SECONDS, ForkedProcess
-from evener.balancer.probes.protocol import Begin, Command, Reply
-from evener.balancer.probes.stack_dump import SIGNAL, Stack, read_stack
+from . import protocol
+from .forked_process import WAIT_SECONDS, ForkedProcess
+from .protocol import Begin, Command, Reply
+from .stack_dump import SIGNAL, Stack, read_stack
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 DRAIN_SECONDS = 0.2  # for the rest of standard error, which what it started may keep open

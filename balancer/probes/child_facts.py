@@ -7,9 +7,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from evener.balancer.probes.prober import Facts
-from evener.balancer.request import Job, deals_by_cost
 from evener.devices.registry import all_backends
+
+from ..request import Job, deals_by_cost
+from .prober import Facts
 
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
 

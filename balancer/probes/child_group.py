@@ -15,11 +15,11 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.probes import exit_causes
-from evener.balancer.probes.child import Exited, HostLost, Inbox, InvalidReply, Message, RunningChild
-from evener.balancer.probes.protocol import Built, ChildError, Command, Prepared, Ready, Reply, Rest, Rested
-from evener.balancer.probes.stack_dump import Stack
-from evener.balancer.types import Cause
+from ..types import Cause
+from . import exit_causes
+from .child import Exited, HostLost, Inbox, InvalidReply, Message, RunningChild
+from .protocol import Built, ChildError, Command, Prepared, Ready, Reply, Rest, Rested
+from .stack_dump import Stack
 
 TICK_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed

@@ -16,12 +16,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import cast
 
-from evener.balancer.probes.child import Inbox
-from evener.balancer.probes.child_facts import add_facts
-from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
-from evener.balancer.probes.hosts import Hosts
-from evener.balancer.probes.interference import read_idle
-from evener.balancer.probes.launch_plan import (
+from evener.devices.backend import ChildEnvironment
+from evener.devices.cluster.agents import HostLostError
+from evener.devices.types import Device
+from evener.errors import DeviceError
+
+from ..request import Job
+from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
+from .child import Inbox
+from .child_facts import add_facts
+from .child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
+from .hosts import Hosts
+from .interference import read_idle
+from .launch_plan import (
     GroupKey,
     assign_devices,
     build_commands,
@@ -29,17 +36,11 @@ from evener.balancer.probes.launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
-from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts, prepare_command
-from evener.balancer.probes.memory_budget import MemoryBudget
-from evener.balancer.probes.prober import Facts, Report
-from evener.balancer.probes.protocol import Built, Prepared, Profile, Profiled, Ready
-from evener.balancer.probes.stack_dump import Stack
-from evener.balancer.request import Job
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from evener.devices.backend import ChildEnvironment
-from evener.devices.cluster.agents import HostLostError
-from evener.devices.types import Device
-from evener.errors import DeviceError
+from .measurement import Measurement, ProgressReporter, Timeouts, prepare_command
+from .memory_budget import MemoryBudget
+from .prober import Facts, Report
+from .protocol import Built, Prepared, Profile, Profiled, Ready
+from .stack_dump import Stack
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent

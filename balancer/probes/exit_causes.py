@@ -10,8 +10,9 @@ import re
 import signal
 from collections.abc import Sequence
 
-from evener.balancer.types import Cause
 from evener.devices.registry import all_backends
+
+from ..types import Cause
 
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long

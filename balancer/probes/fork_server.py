@@ -21,8 +21,9 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer.probes import stack_dump
 from evener.devices.registry import all_backends
+
+from . import stack_dump
 
 LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
 _PR_SET_PDEATHSIG = 1

@@ -14,8 +14,9 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 
-from evener.balancer.probes.fork_server import LONGEST_REQUEST, Ended, Forked, Importing, Signal, Start, answer_decoder
 from evener.devices.child_environment import import_path
+
+from .fork_server import LONGEST_REQUEST, Ended, Forked, Importing, Signal, Start, answer_decoder
 
 MODULE = "evener.balancer.probes.worker"
 WAIT_SECONDS = 2.0

@@ -9,14 +9,15 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from evener.balancer.probes.child import Child, Inbox, Message
-from evener.balancer.probes.child_group import TICK_SECONDS
-from evener.balancer.probes.local_host import LocalHost
-from evener.balancer.probes.protocol import Build, ChildError, Command
-from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript
-from evener.balancer.probes.stack_dump import Stack
 from evener.devices.backend import ChildEnvironment
 from evener.devices.types import Device
+
+from .child import Child, Inbox, Message
+from .child_group import TICK_SECONDS
+from .local_host import LocalHost
+from .protocol import Build, ChildError, Command
+from .script_copy import ScriptCopy, WrittenScript
+from .stack_dump import Stack
 
 RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that there is none
 INBOX = 10_000

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from evener.balancer.probes.launch_plan import LOOPBACK
-from evener.balancer.probes.local_host import LocalHost
-from evener.balancer.probes.remote_host import RemoteHost
-from evener.balancer.probes.script_copy import copy_workload
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.types import Device, group_by_host
 from evener.devices.vitals import Vitals
+
+from .launch_plan import LOOPBACK
+from .local_host import LocalHost
+from .remote_host import RemoteHost
+from .script_copy import copy_workload
 
 
 class Hosts:

@@ -14,14 +14,15 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.child_group import GroupError, RankFailure, StoppedError
 from evener.devices.busy import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.cpu.slices import available_memory_bytes
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals, VitalsWatch
+
+from .block_timing import Block
+from .child_group import GroupError, RankFailure, StoppedError
 
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again

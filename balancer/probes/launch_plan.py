@@ -9,15 +9,16 @@ from typing import cast
 
 import msgspec
 
-from evener.balancer.probes.child_group import RankMap
-from evener.balancer.probes.protocol import Build
-from evener.balancer.request import Job
-from evener.balancer.types import Layout
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
 from evener.plan.layout import KINDS, Traits
 from evener.workloads.protocol import Input, Place, Precision
+
+from ..request import Job
+from ..types import Layout
+from .child_group import RankMap
+from .protocol import Build
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 LOOPBACK = "127.0.0.1"

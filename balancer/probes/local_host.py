@@ -12,11 +12,6 @@ from contextlib import suppress
 
 import msgspec
 
-from evener.balancer.probes.child import Child, Inbox
-from evener.balancer.probes.child_group import StoppedError
-from evener.balancer.probes.forked_process import ServerProcess
-from evener.balancer.probes.interference import InterferenceMonitor
-from evener.balancer.probes.launch_plan import LOOPBACK, find_free_ports
 from evener.devices.backend import ChildEnvironment, SharingDaemon
 from evener.devices.child_environment import child_environment
 from evener.devices.cpu.slices import available_memory_bytes
@@ -25,6 +20,12 @@ from evener.devices.registry import all_backends, find_backend
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals
 from evener.workloads import preload
+
+from .child import Child, Inbox
+from .child_group import StoppedError
+from .forked_process import ServerProcess
+from .interference import InterferenceMonitor
+from .launch_plan import LOOPBACK, find_free_ports
 
 
 class LocalHost:

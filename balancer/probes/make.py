@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.prober import Prober
-from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.request import Job
+from ..request import Job
+from .child_prober import ChildProber
+from .prober import Prober
+from .simulated import SimulatedProber
 
 
 def make_prober(job: Job, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:

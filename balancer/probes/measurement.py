@@ -10,17 +10,18 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import Block, BlockTimer, StepTiming, has_grown
-from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
-from evener.balancer.probes.interference import DriverReader, ProbeInterference
-from evener.balancer.probes.prober import Report
-from evener.balancer.probes.protocol import Prepare, Prepared, Ran, RunSteps
-from evener.balancer.probes.stack_dump import Stack
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Layout, Probe, Timed, Warned
 from evener.devices.vitals import Vitals
 from evener.shares.costs import Work
+
+from ..events import ProbeProgress
+from ..search.statistics import relative_half_width
+from ..types import Layout, Probe, Timed, Warned
+from .block_timing import Block, BlockTimer, StepTiming, has_grown
+from .child_group import ChildGroup, GroupError, RankFailure, RankMap
+from .interference import DriverReader, ProbeInterference
+from .prober import Report
+from .protocol import Prepare, Prepared, Ran, RunSteps
+from .stack_dump import Stack
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from evener.balancer.probes.launch_plan import GroupKey
-from evener.balancer.types import Probe
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
+
+from ..types import Probe
+from .launch_plan import GroupKey
 
 USED = 0.92  # of a GPU's memory, for all children that hold some
 CONTEXT_BYTES = 600 << 20  # of a GPU, for each process: what its driver's context takes beside the allocator

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from evener.balancer.events import ProbeProgress
-from evener.balancer.types import Observation, Probe
+from ..events import ProbeProgress
+from ..types import Observation, Probe
 
 Report = Callable[[ProbeProgress], None]
 

@@ -11,17 +11,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from evener.balancer.probes.child import Exited, HostLost, Inbox, Message
-from evener.balancer.probes.child_group import StoppedError
-from evener.balancer.probes.host_servant import HostServant
-from evener.balancer.probes.launch_plan import LOOPBACK
-from evener.balancer.probes.protocol import Command
-from evener.balancer.probes.script_copy import ScriptCopy
-from evener.balancer.probes.stack_dump import Stack
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError, find_agent
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals
+
+from .child import Exited, HostLost, Inbox, Message
+from .child_group import StoppedError
+from .host_servant import HostServant
+from .launch_plan import LOOPBACK
+from .protocol import Command
+from .script_copy import ScriptCopy
+from .stack_dump import Stack
 
 SILENT_SECONDS = 15.0  # a host that is silent for longer has gone;
 ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has failed

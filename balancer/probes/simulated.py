@@ -14,12 +14,13 @@ from hashlib import blake2b
 
 import msgspec
 
-from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.block_timing import Block, BlockTimer
-from evener.balancer.probes.prober import Facts, Report
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed
 from evener.devices.machine import Machine
+
+from ..events import ProbeProgress
+from ..search.statistics import relative_half_width
+from ..types import Failed, Observation, OutOfMemory, Probe, Timed
+from .block_timing import Block, BlockTimer
+from .prober import Facts, Report
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free

@@ -26,13 +26,14 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from evener.balancer.probes import protocol, stack_dump
-from evener.balancer.probes.fork_server import ForkServer, Importing, die_with_parent, import_first
 from evener.devices.child_environment import cap_address_space
 from evener.live.reporter import Reporter
 from evener.shares.costs import Work
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
+
+from . import protocol, stack_dump
+from .fork_server import ForkServer, Importing, die_with_parent, import_first
 
 PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from evener.balancer.events import ProbeProgress
-from evener.balancer.journal import Header, Record
-from evener.balancer.number_format import join_words, write_share
-from evener.balancer.request import allows_passes
-from evener.balancer.result.measurements import find_taken_bytes
-from evener.balancer.result.outcome import RunEnd
-from evener.balancer.result.words import GIB, say_all
-from evener.balancer.types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
+
+from ..events import ProbeProgress
+from ..journal import Header, Record
+from ..number_format import join_words, write_share
+from ..request import allows_passes
+from ..types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
+from .measurements import find_taken_bytes
+from .outcome import RunEnd
+from .words import GIB, say_all
 
 HANGS = "Look for an endless loop there; input() gets none. Or"
 IMPORTING = "unfinished.importing"

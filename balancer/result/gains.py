@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.number_format import percent, rate, relative_error
-from evener.balancer.types import Interval
+from ..number_format import percent, rate, relative_error
+from ..types import Interval
 
 UNKNOWN = 0.25  # relative error, beyond which samples/s aren't known
 COARSE = 0.02  # the same, beyond which a gain has whole percents

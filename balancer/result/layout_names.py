@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.number_format import write_share
-from evener.balancer.search.layouts import Candidate
-from evener.balancer.types import Layout
 from evener.plan.file import BEST_SPLIT
+
+from ..number_format import write_share
+from ..search.layouts import Candidate
+from ..types import Layout
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, permutations
 from typing import Any, get_args
 
-from evener.balancer.probes.block_timing import NOISY
-from evener.balancer.result.words import DOUBTS, UNCERTAIN
-from evener.balancer.types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Timed, Warned
 from evener.devices.types import Device
+
+from ..probes.block_timing import NOISY
+from ..types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Timed, Warned
+from .words import DOUBTS, UNCERTAIN
 
 ORDER = get_args(Doubt)
 MOSTLY = 0.5  # of a rival's blocks, from which other work is said to have slowed the chosen layout too

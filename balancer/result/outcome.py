@@ -7,33 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from evener.balancer.families.registry import SOLO
-from evener.balancer.journal import Header, Record
-from evener.balancer.number_format import relative_error
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.probes.launch_plan import MIXED
-from evener.balancer.probes.prober import Facts
-from evener.balancer.result import measurements
-from evener.balancer.result.gains import is_certain
-from evener.balancer.result.layout_names import list_shares, name_candidate
-from evener.balancer.result.rivals import Rival, compare, find_larger, list_rivals, name_rivals
-from evener.balancer.result.verdict import cost_ratios, find_verdict
-from evener.balancer.result.words import say_all, write_verdict
-from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.search import Search
-from evener.balancer.types import (
-    Failed,
-    Finding,
-    Interval,
-    Layout,
-    Observation,
-    OutOfMemory,
-    Result,
-    Said,
-    Timed,
-    Warned,
-)
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan.file import (
@@ -50,6 +23,34 @@ from evener.plan.file import (
     make_layout,
 )
 from evener.plan.layout import Knots
+
+from ..families.registry import SOLO
+from ..journal import Header, Record
+from ..number_format import relative_error
+from ..objectives.registry import find_objective
+from ..probes.launch_plan import MIXED
+from ..probes.prober import Facts
+from ..search.decisions import Stop
+from ..search.layouts import Candidate
+from ..search.search import Search
+from ..types import (
+    Failed,
+    Finding,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Result,
+    Said,
+    Timed,
+    Warned,
+)
+from . import measurements
+from .gains import is_certain
+from .layout_names import list_shares, name_candidate
+from .rivals import Rival, compare, find_larger, list_rivals, name_rivals
+from .verdict import cost_ratios, find_verdict
+from .words import say_all, write_verdict
 
 MIB = 1 << 20
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of new children are guessed

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.families.family import Family
-from evener.balancer.families.registry import EVEN, SOLO, SPLIT, family_of
-from evener.balancer.result.gains import is_comparable, printed_gain
-from evener.balancer.result.layout_names import name_all
-from evener.balancer.search.layouts import Candidate, is_even
-from evener.balancer.search.ranking import Standing, overlap
-from evener.balancer.types import Interval, Layout, Result
+from ..families.family import Family
+from ..families.registry import EVEN, SOLO, SPLIT, family_of
+from ..search.layouts import Candidate, is_even
+from ..search.ranking import Standing, overlap
+from ..types import Interval, Layout, Result
+from .gains import is_comparable, printed_gain
+from .layout_names import name_all
 
 
 class Rival(msgspec.Struct, frozen=True):

@@ -8,16 +8,17 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.families.registry import FAMILIES
-from evener.balancer.number_format import relative_error
-from evener.balancer.result.gains import is_certain, is_rough, printed_gain
-from evener.balancer.result.layout_names import list_shares
-from evener.balancer.result.rivals import Rival, find_larger, find_own_family, name_rivals
-from evener.balancer.search.layouts import is_even
-from evener.balancer.search.search import Search
-from evener.balancer.types import Finding, Interval, Layout, Result, Timed
 from evener.devices.types import Device
 from evener.shares.costs import Cost
+
+from ..families.registry import FAMILIES
+from ..number_format import relative_error
+from ..search.layouts import is_even
+from ..search.search import Search
+from ..types import Finding, Interval, Layout, Result, Timed
+from .gains import is_certain, is_rough, printed_gain
+from .layout_names import list_shares
+from .rivals import Rival, find_larger, find_own_family, name_rivals
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass

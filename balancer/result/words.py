@@ -10,11 +10,11 @@ import string
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from evener.balancer.families.family import MODES
-from evener.balancer.families.registry import FAMILIES
-from evener.balancer.number_format import join_words, milliseconds, percent, rate
-from evener.balancer.result.layout_names import KNOBS, join_shares
-from evener.balancer.types import Finding
+from ..families.family import MODES
+from ..families.registry import FAMILIES
+from ..number_format import join_words, milliseconds, percent, rate
+from ..types import Finding
+from .layout_names import KNOBS, join_shares
 
 GIB = 1 << 30
 

@@ -16,11 +16,12 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from evener.balancer.search.model.evidence import DeviceEvidence
-from evener.balancer.search.model.memory import UNBOUNDED
-from evener.balancer.search.ranking import smallest_gain
-from evener.balancer.types import Layout, Problem
 from evener.shares.waterfill import DeviceCurve
+
+from ..types import Layout, Problem
+from .model.evidence import DeviceEvidence
+from .model.memory import UNBOUNDED
+from .ranking import smallest_gain
 
 LONGER = 1.25  # times the longest step so far: affordable whatever the budget
 SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
-from evener.balancer.families.registry import family_of
-from evener.balancer.search.layouts import LayoutOptions
-from evener.balancer.search.observations import EXPLORATION, FIRST_TURN, Observations
-from evener.balancer.search.ranking import worthwhile_gain
-from evener.balancer.search.statistics import median
-from evener.balancer.types import Layout, Problem, Stage, Timed
+from ..families.registry import family_of
+from ..types import Layout, Problem, Stage, Timed
+from .layouts import LayoutOptions
+from .observations import EXPLORATION, FIRST_TURN, Observations
+from .ranking import worthwhile_gain
+from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
@@ -65,7 +65,7 @@ class Budget:
     def probe_seconds(
         self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
     ) -> float:
-        """The seconds that the next probe may measure, if its stage needs `probes_left` more and `reserved` seconds follow."""
+        """The seconds of the next probe, if its stage needs `probes_left` more and `reserved` seconds follow."""
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if self.seconds is None:

@@ -7,16 +7,16 @@ from functools import cached_property
 
 import msgspec
 
-from evener.balancer.families.family import Family, PackMode
-from evener.balancer.families.pack import pack_on
-from evener.balancer.families.registry import family_of
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.search.packing import Packing
-from evener.balancer.types import Layout, OutOfMemory
+from ..families.family import Family, PackMode
+from ..families.pack import pack_on
+from ..families.registry import family_of
+from ..objectives.registry import find_objective
+from ..types import Layout, OutOfMemory
+from .budget import Budget
+from .device_model import DeviceModel
+from .layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
+from .machine_model import MachineModel
+from .packing import Packing
 
 RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race
 

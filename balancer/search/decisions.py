@@ -6,10 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.types import CurveSketch, Layout, Probe, Problem
 from evener.plan.layout import Knots
 from evener.shares.curves import Curve
+
+from ..types import CurveSketch, Layout, Probe, Problem
+from .machine_model import MachineModel
 
 SKETCHED = 24  # points of a curve for drawing
 DIGITS = 6  # significant ones, of a curve in a plan

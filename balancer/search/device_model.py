@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from evener.balancer.search.budget import Budget
-from evener.balancer.types import Layout, Probe, Timed
 from evener.plan.layout import Knots
+
+from ..types import Layout, Probe, Timed
+from .budget import Budget
 
 
 class DeviceModel(ABC):

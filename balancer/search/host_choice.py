@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import combinations
 
-from evener.balancer.search.model.sync_cost import ExchangeCosts
 from evener.shares import waterfill
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
+
+from .model.sync_cost import ExchangeCosts
 
 FEW_HOSTS = 3  # up to this many, every set of hosts is tried
 LIKELY_SETS = 2  # beyond: this many of the best, and all hosts

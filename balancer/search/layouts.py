@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.families import registry
-from evener.balancer.families.family import Family, PackMode, Placement
-from evener.balancer.types import Layout, layout_of
 from evener.shares.whole_rows import even
+
+from ..families import registry
+from ..families.family import Family, PackMode, Placement
+from ..types import Layout, layout_of
 
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory in the race

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from operator import gt
 
-from evener.balancer.search.bounds import Bounds
-from evener.balancer.search.model.device_groups import group_devices
-from evener.balancer.search.model.evidence import lend_memory_lines
-from evener.balancer.search.model.step_time import Point, fit_curve, fit_extra
-from evener.balancer.search.model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
-from evener.balancer.search.observations import Observations
-from evener.balancer.search.statistics import relative_error
-from evener.balancer.types import Layout, Problem, Timed, layout_of
 from evener.shares.curves import Curve, PassCurve, step_in_passes
 from evener.shares.waterfill import DeviceCurve
+
+from ..types import Layout, Problem, Timed, layout_of
+from .bounds import Bounds
+from .model.device_groups import group_devices
+from .model.evidence import lend_memory_lines
+from .model.step_time import Point, fit_curve, fit_extra
+from .model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
+from .observations import Observations
+from .statistics import relative_error
 
 FALL = 0.05  # relative: fewer rows in a pass must make clearly more samples/s, as a torch_maxer on an H200 did
 

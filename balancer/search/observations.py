@@ -12,10 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
-from evener.balancer.search.layouts import is_no_larger
-from evener.balancer.search.model.evidence import DeviceEvidence, read_device
-from evener.balancer.search.model.memory import MemoryOfOthers, held_by_others
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
+from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
+from .layouts import is_no_larger
+from .model.evidence import DeviceEvidence, read_device
+from .model.memory import MemoryOfOthers, held_by_others
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -16,11 +16,11 @@ from functools import cached_property
 
 import msgspec
 
-from evener.balancer.families.family import PackMode
-from evener.balancer.families.pack import pack_on
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.search.model.memory import Memory
-from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
+from ..families.family import PackMode
+from ..families.pack import pack_on
+from ..types import Layout, Observation, OutOfMemory, Timed
+from .machine_model import MachineModel
+from .model.memory import Memory
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
 WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from evener.balancer.search.host_choice import split_over_hosts
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.search.ranking import smallest_gain
-from evener.balancer.types import Layout
 from evener.shares import waterfill
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
+
+from ..types import Layout
+from .host_choice import split_over_hosts
+from .machine_model import MachineModel
+from .ranking import smallest_gain
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 REACH = 8  # a curve is trusted up to this many times the largest batch that ran
@@ -146,7 +147,7 @@ class Predictions:
 
     @cached_property
     def insured(self) -> Allocation | None:
-        """The smallest batch within 85 % of the tolerance, so that one that turns out a little slower is still within it."""
+        """The smallest batch within 85 % of the tolerance: a little slower than predicted, it is still within it."""
         return self._within(INSURED)
 
     def _within(self, part: float) -> Allocation | None:

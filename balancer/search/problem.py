@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from evener.balancer.types import Problem
 from evener.errors import RequestError
+
+from ..types import Problem
 
 MOST_DEVICES = 1024
 

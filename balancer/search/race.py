@@ -13,13 +13,13 @@ from functools import cached_property
 
 import msgspec
 
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.layouts import Candidate, LayoutOptions
-from evener.balancer.search.observations import FIRST_TURN, Turns
-from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, rank, throughput, unsettled
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Layout, Probe, Problem, Result, Stage, Timed
+from ..types import Layout, Probe, Problem, Result, Stage, Timed
+from .budget import Budget
+from .candidates import Candidates
+from .layouts import Candidate, LayoutOptions
+from .observations import FIRST_TURN, Turns
+from .ranking import ENOUGH_TURNS, ROUGH, Standing, rank, throughput, unsettled
+from .statistics import relative_half_width
 
 MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes

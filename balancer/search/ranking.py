@@ -14,12 +14,12 @@ from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
 
-from evener.balancer.objectives.objective import Objective
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.observations import Turns
-from evener.balancer.search.statistics import normal_cdf, normal_density, relative_error, student
-from evener.balancer.types import Interval, Layout, Power, Problem, Timed
+from ..objectives.objective import Objective
+from ..objectives.registry import find_objective
+from ..types import Interval, Layout, Power, Problem, Timed
+from .layouts import Candidate
+from .observations import Turns
+from .statistics import normal_cdf, normal_density, relative_error, student
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear

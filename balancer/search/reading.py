@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from evener.balancer.families.registry import family_of
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.candidates import Candidates
-from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import Candidate, LayoutOptions, same_measurement
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.search.observations import Observations
-from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.race import Race
-from evener.balancer.search.ranking import Standing, choose_winner, throughput
-from evener.balancer.search.rows import RowDevices
-from evener.balancer.search.text_model import TextModel
-from evener.balancer.search.texts import TextDevices
-from evener.balancer.types import Layout, Problem, Result, Timed
+from ..families.registry import family_of
+from ..types import Layout, Problem, Result, Timed
+from .budget import Budget
+from .candidates import Candidates
+from .device_model import DeviceModel
+from .layouts import Candidate, LayoutOptions, same_measurement
+from .machine_model import MachineModel
+from .observations import Observations
+from .predictions import Predictions
+from .race import Race
+from .ranking import Standing, choose_winner, throughput
+from .rows import RowDevices
+from .text_model import TextModel
+from .texts import TextDevices
 
 
 class Explored:

@@ -6,20 +6,21 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
 
-from evener.balancer.families.even import device_counts
-from evener.balancer.objectives.objective import Objective
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.decisions import plan_curves
-from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import split_evenly
-from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import worthwhile_gain
-from evener.balancer.search.solo_stage import SoloStage
-from evener.balancer.search.split_stage import SplitStage
-from evener.balancer.types import Layout, Probe, Timed, solo
 from evener.plan.layout import Knots
 from evener.shares.waterfill import Allocation
+
+from ..families.even import device_counts
+from ..objectives.objective import Objective
+from ..objectives.registry import find_objective
+from ..types import Layout, Probe, Timed, solo
+from .budget import Budget
+from .decisions import plan_curves
+from .device_model import DeviceModel
+from .layouts import split_evenly
+from .predictions import Predictions
+from .ranking import worthwhile_gain
+from .solo_stage import SoloStage
+from .split_stage import SplitStage
 
 OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 

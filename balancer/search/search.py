@@ -7,11 +7,14 @@ from statistics import fmean
 
 import msgspec
 
-from evener.balancer.families.family import PackMode
-from evener.balancer.families.registry import PACK
-from evener.balancer.objectives.registry import find_objective
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.decisions import (
+from evener.plan.layout import Knots
+
+from ..families.family import PackMode
+from ..families.registry import PACK
+from ..objectives.registry import find_objective
+from ..types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
+from .budget import Budget
+from .decisions import (
     Decision,
     Stop,
     explain_exploring,
@@ -19,16 +22,14 @@ from evener.balancer.search.decisions import (
     explain_race,
     sketch_curve,
 )
-from evener.balancer.search.layouts import BALANCE, Candidate, LayoutOptions
-from evener.balancer.search.machine_model import MachineModel
-from evener.balancer.search.observations import Observations
-from evener.balancer.search.problem import check_problem
-from evener.balancer.search.ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
-from evener.balancer.search.reading import SearchReading, result_of
-from evener.balancer.search.solo_stage import SMALL
-from evener.balancer.search.statistics import relative_half_width
-from evener.balancer.types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
-from evener.plan.layout import Knots
+from .layouts import BALANCE, Candidate, LayoutOptions
+from .machine_model import MachineModel
+from .observations import Observations
+from .problem import check_problem
+from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
+from .reading import SearchReading, result_of
+from .solo_stage import SMALL
+from .statistics import relative_half_width
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves
 

@@ -12,13 +12,14 @@ import math
 from functools import cached_property
 from itertools import pairwise
 
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.model.hope import hopeful_curve
-from evener.balancer.search.model.step_time import SAME_BATCH, merge_points
-from evener.balancer.search.predictions import Predictions
-from evener.balancer.types import Probe, solo
 from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation, DeviceCurve, single_best
+
+from ..types import Probe, solo
+from .budget import Budget
+from .model.hope import hopeful_curve
+from .model.step_time import SAME_BATCH, merge_points
+from .predictions import Predictions
 
 MOST_ROUNDS = 10
 SMALL = 8  # the first batch, of a free global batch

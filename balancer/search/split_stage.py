@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.layouts import same_measurement
-from evener.balancer.search.predictions import Predictions
-from evener.balancer.search.ranking import LEAST_GAIN, worthwhile_gain
-from evener.balancer.types import Failed, Probe, Stage
 from evener.shares.waterfill import Allocation
+
+from ..types import Failed, Probe, Stage
+from .budget import Budget
+from .layouts import same_measurement
+from .predictions import Predictions
+from .ranking import LEAST_GAIN, worthwhile_gain
 
 MOST_SPLITS = 4
 MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times

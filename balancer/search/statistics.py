@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from evener.balancer.types import Interval, Timed
+from ..types import Interval, Timed
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error

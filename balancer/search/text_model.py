@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
-from evener.balancer.search.layouts import RETREAT, SAME_SHARE
-from evener.balancer.search.model.device_groups import FEWEST_COMMON, is_noise
-from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
-from evener.balancer.search.observations import Observations
-from evener.balancer.search.statistics import relative_error
-from evener.balancer.types import Layout, Observation, OutOfMemory, Problem, Timed
 from evener.shares.costs import RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
+
+from ..types import Layout, Observation, OutOfMemory, Problem, Timed
+from .layouts import RETREAT, SAME_SHARE
+from .model.device_groups import FEWEST_COMMON, is_noise
+from .model.memory import Memory
+from .model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
+from .observations import Observations
+from .statistics import relative_error
 
 DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
 FEWEST_BATCHES = 2

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from evener.balancer.search.budget import Budget
-from evener.balancer.search.decisions import explain_too_long
-from evener.balancer.search.device_model import DeviceModel
-from evener.balancer.search.layouts import split_evenly
-from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
+from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
+from .budget import Budget
+from .decisions import explain_too_long
+from .device_model import DeviceModel
+from .layouts import split_evenly
+from .text_model import TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 ROWS = 8  # of middling length: the first pass

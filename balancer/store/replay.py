@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evener.balancer.intake.problem import make_problem
-from evener.balancer.journal import AskedEntry, Header, ObservationEntry, Record
-from evener.balancer.probes.prober import Facts
-from evener.balancer.request import check_request
-from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
-from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import BALANCE
-from evener.balancer.search.search import Search
-from evener.balancer.types import Observation, Probe
 from evener.errors import NoLayoutError
+
+from ..intake.problem import make_problem
+from ..journal import AskedEntry, Header, ObservationEntry, Record
+from ..probes.prober import Facts
+from ..request import check_request
+from ..result.outcome import Outcome, RunEnd, build_outcome
+from ..search.decisions import Stop
+from ..search.layouts import BALANCE
+from ..search.search import Search
+from ..types import Observation, Probe
 
 NOTHING = Facts()  # is known yet
 

@@ -15,17 +15,18 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer import journal
-from evener.balancer.journal import EndedEntry, FailedEntry, Header, Record
-from evener.balancer.store import replay
-from evener.balancer.store.locks import is_running, lock_run
-from evener.balancer.store.notes import RunNote, change_note, read_note
-from evener.balancer.store.trainings import TrainingRecord, read_training
-from evener.balancer.types import Failed, Observation
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.live.journal import TRAINING_JOURNAL
 from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.state_folders import runs_folder
+
+from .. import journal
+from ..journal import EndedEntry, FailedEntry, Header, Record
+from ..types import Failed, Observation
+from . import replay
+from .locks import is_running, lock_run
+from .notes import RunNote, change_note, read_note
+from .trainings import TrainingRecord, read_training
 
 JOURNAL = "journal.jsonl"
 MOST_RUNS = 20  # searched for solo rates, the newest first

@@ -9,10 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from evener.balancer.journal import read_trusted
 from evener.errors import RequestError
 from evener.live.files import start_ticks
 from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingEntry
+
+from ..journal import read_trusted
 
 _decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(TrainingEntry)
 TrainingState = Literal["running", "finished", "stopped", "failed"]

@@ -15,8 +15,9 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-from evener.devices.cluster.connection import Node
 from evener.errors import DeviceError
+
+from .connection import Node
 
 T = TypeVar("T")
 START_SECONDS = 60.0  # for all actors together; on a busy host Python and Ray take long to start

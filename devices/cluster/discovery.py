@@ -14,13 +14,14 @@ from pathlib import Path
 import msgspec
 
 import evener
-from evener.devices.cluster.agents import Agent, start_agents
-from evener.devices.cluster.connection import Node, connect, list_nodes
-from evener.devices.listing import Discovery, visible_devices
-from evener.devices.registry import BACKENDS, all_backends, find_backend, find_here
-from evener.devices.terms import EVERY_HOST
-from evener.devices.types import Device, Term
 from evener.errors import DeviceError, RequestError
+
+from ..listing import Discovery, visible_devices
+from ..registry import BACKENDS, all_backends, find_backend, find_here
+from ..terms import EVERY_HOST
+from ..types import Device, Term
+from .agents import Agent, start_agents
+from .connection import Node, connect, list_nodes
 
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 

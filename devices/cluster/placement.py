@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from evener.devices.cluster.agents import Agent, start_actor
-from evener.devices.cluster.connection import Node, connect, list_nodes
-from evener.devices.cluster.discovery import find_node, name_gpus
 from evener.errors import DeviceError, PlanError
 from evener.plan.file import Plan
+
+from .agents import Agent, start_actor
+from .connection import Node, connect, list_nodes
+from .discovery import find_node, name_gpus
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:

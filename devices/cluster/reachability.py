@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from evener.devices.host.network import RENDEZVOUS_PORT
+from ..host.network import RENDEZVOUS_PORT
 
 CONNECT_SECONDS = 3.0
 Place = tuple[str, int]  # a host's address, and a port

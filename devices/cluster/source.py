@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from evener.devices.cluster.agents import HostLostError, Kept, find_agent
-from evener.devices.types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, group_by_host
 from evener.live.files import LiveDevice
+
+from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, group_by_host
+from .agents import HostLostError, Kept, find_agent
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
 OpenHost = Callable[[tuple[Device, ...]], Source]  # runs on a host, with its devices as they are to it

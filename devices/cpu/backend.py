@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from evener.devices.backend import QUIET, Backend, ChildEnvironment
-from evener.devices.cpu.slices import slices
-from evener.devices.cpu.source import CpuSource
-from evener.devices.listing import Discovery
-from evener.devices.types import Device, Source, Term, limited
 from evener.errors import RequestError
 from evener.system.cpu_topology import allowed_cpus, core_groups
+
+from ..backend import QUIET, Backend, ChildEnvironment
+from ..listing import Discovery
+from ..types import Device, Source, Term, limited
+from .slices import slices
+from .source import CpuSource
 
 MIB = 1 << 20
 # Without these, glibc maps and unmaps the large buffers of every step: 15 % of the speed and half of the noise.

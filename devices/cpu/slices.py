@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil
 
-from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.system.cgroups import container_memory_bytes
 from evener.system.cpu_topology import allowed_cpus, core_groups, cut
+
+from ..types import Device
 
 DEFAULT_SLICES = 2
 MEMORY_SHARE = 0.8  # of what is free, for the slices together; the rest is for this program and the system

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
+from ..host.snapshot_builder import SnapshotBuilder
+from ..types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, State, value
 
 SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
 SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from evener.devices.types import HostSample
 from evener.live.files import read_stat
 from evener.system.cpu_topology import parse_cpu_list
+
+from ..types import HostSample
 
 ONLINE = Path("/sys/devices/system/cpu/online")
 TICKS_PER_SECOND, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

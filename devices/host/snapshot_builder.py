@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable
-from evener.devices.host.training_rates import Rates, TrainingRates, rate_reading
-from evener.devices.types import (
+from ..types import (
     UNSUPPORTED,
     Device,
     DeviceSample,
@@ -21,6 +19,8 @@ from evener.devices.types import (
     State,
     value,
 )
+from .metrics import HostMeter, ProcessReading, ProcessTable
+from .training_rates import Rates, TrainingRates, rate_reading
 
 
 class OnDevice(msgspec.Struct, frozen=True):

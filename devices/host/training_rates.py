@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from evener.devices.registry import find_backend
-from evener.devices.types import UNSUPPORTED, Device, Reading, State
 from evener.live.files import LiveDevice, Training, read_trainings
+
+from ..registry import find_backend
+from ..types import UNSUPPORTED, Device, Reading, State
 
 READ_PERIOD_SECONDS = 0.5  # a training writes no more often
 OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from evener.devices.backend import QUIET, Backend, ChildEnvironment, SharingDaemon
-from evener.devices.listing import Discovery, Listing
-from evener.devices.nvidia import mps
-from evener.devices.nvidia.nvml_library import find_handle, list_gpus, opened
-from evener.devices.nvidia.source import NvmlSource
-from evener.devices.nvidia.vitals import NvmlVitals
-from evener.devices.types import Device, Source, Term
-from evener.devices.vitals import VitalsReader
 from evener.errors import DeviceError
+
+from ..backend import QUIET, Backend, ChildEnvironment, SharingDaemon
+from ..listing import Discovery, Listing
+from ..types import Device, Source, Term
+from ..vitals import VitalsReader
+from . import mps
+from .nvml_library import find_handle, list_gpus, opened
+from .source import NvmlSource
+from .vitals import NvmlVitals
 
 
 class NvidiaGpus(Backend):

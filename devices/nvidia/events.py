@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from evener.devices.nvidia.nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, error_code
+from .nvml_library import TIMEOUT, UNINITIALIZED, Handle, Library, error_code
 
 WAIT_MILLISECONDS = 250
 JOIN_SECONDS = 1.5

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from evener.devices.nvidia.nvml_calls import Batch, Outcome
-from evener.devices.nvidia.nvml_library import UNKNOWN, Handle, Library
+from .nvml_calls import Batch, Outcome
+from .nvml_library import UNKNOWN, Handle, Library
 
 SM, OCCUPANCY, TENSOR, DRAM = 2, 3, 5, 10  # percent
 PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND = 20, 21, 60, 61  # MiB/s

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from evener.devices.nvidia import gpm
-from evener.devices.nvidia.nvml_calls import Counter, Fields, Metric, first_value
-from evener.devices.nvidia.nvml_library import Handle, Library, memory
-from evener.devices.nvidia.processes import GpuProcesses
-from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
-from evener.devices.vitals import Vitals
+from ..types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
+from ..vitals import Vitals
+from . import gpm
+from .nvml_calls import Counter, Fields, Metric, first_value
+from .nvml_library import Handle, Library, memory
+from .processes import GpuProcesses
 
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows

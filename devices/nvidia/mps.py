@@ -18,8 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from evener.devices.child_environment import import_path
 from evener.errors import DeviceError
+
+from ..child_environment import import_path
 
 PROGRAM = "nvidia-cuda-mps-control"
 FOLDER = "/tmp/nvidia-mps"  # where NVIDIA's own daemon listens

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from evener.devices.nvidia.nvml_library import (
+from ..types import PENDING, UNSUPPORTED, Reading, State, value
+from .nvml_library import (
     DRIVER_GONE,
     FUNCTION_NOT_FOUND,
     GONE_WORDS,
@@ -16,7 +17,6 @@ from evener.devices.nvidia.nvml_library import (
     error_code,
     failed_reading,
 )
-from evener.devices.types import PENDING, UNSUPPORTED, Reading, State, value
 
 RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}  # no answer is final: a driver may be updated
 VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvml.h's type of a field

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from evener.devices.listing import Listing
-from evener.devices.types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 from evener.errors import DeviceError
+
+from ..listing import Listing
+from ..types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 
 Library = Any  # the module `pynvml`, or a double of it
 Handle = Any  # NVML's pointer to a device

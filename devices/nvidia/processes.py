@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evener.devices.host.snapshot_builder import OnDevice
-from evener.devices.nvidia.nvml_calls import raise_if_gone
-from evener.devices.nvidia.nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading
-from evener.devices.types import UNSUPPORTED, Reading, value
+from ..host.snapshot_builder import OnDevice
+from ..types import UNSUPPORTED, Reading, value
+from .nvml_calls import raise_if_gone
+from .nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading
 
 PERIOD_SECONDS = 2.5
 GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms

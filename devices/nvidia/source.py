@@ -7,11 +7,14 @@ from contextlib import suppress
 
 import msgspec
 
-from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
-from evener.devices.nvidia.events import EventWatch
-from evener.devices.nvidia.gpu_reader import GpuReader
-from evener.devices.nvidia.nvml_calls import DriverGoneError, GpuGoneError
-from evener.devices.nvidia.nvml_library import (
+from evener.errors import DeviceError
+
+from ..host.snapshot_builder import OnDevice, SnapshotBuilder
+from ..types import LOST, Device, DeviceSample, Reading, Snapshot, State
+from .events import EventWatch
+from .gpu_reader import GpuReader
+from .nvml_calls import DriverGoneError, GpuGoneError
+from .nvml_library import (
     GONE_WORDS,
     GpuHandle,
     Library,
@@ -21,8 +24,6 @@ from evener.devices.nvidia.nvml_library import (
     error_code,
     load,
 )
-from evener.devices.types import LOST, Device, DeviceSample, Reading, Snapshot, State
-from evener.errors import DeviceError
 
 RETRY_GPU_SECONDS = 5.0
 RETRY_DRIVER_SECONDS = 2.0

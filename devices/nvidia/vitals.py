@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from evener.devices.nvidia.gpu_reader import GpuReader
-from evener.devices.nvidia.nvml_calls import DriverGoneError, GpuGoneError
-from evener.devices.nvidia.nvml_library import GONE_WORDS, driver_fault, error_code, find_handle, load
-from evener.devices.types import Device
-from evener.devices.vitals import Vitals
+from ..types import Device
+from ..vitals import Vitals
+from .gpu_reader import GpuReader
+from .nvml_calls import DriverGoneError, GpuGoneError
+from .nvml_library import GONE_WORDS, driver_fault, error_code, find_handle, load
 
 
 class NvmlVitals:

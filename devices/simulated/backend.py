@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from evener.devices.backend import Backend
-from evener.devices.listing import Discovery
-from evener.devices.simulated.machine_file import catalogue, load_machine
-from evener.devices.types import Source, Term
 from evener.errors import RequestError
+
+from ..backend import Backend
+from ..listing import Discovery
+from ..types import Source, Term
+from .machine_file import catalogue, load_machine
 
 
 class SimulatedDevices(Backend):
@@ -35,7 +36,7 @@ class SimulatedDevices(Backend):
 
     def open_source(self, found: Discovery) -> Source:
         """A source whose readings are computed from the machine's physics."""
-        from evener.devices.simulated.source import SimulatedSource
+        from .source import SimulatedSource
 
         assert found.machine is not None
         return SimulatedSource(found.machine)

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from evener.devices.machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from evener.errors import RequestError
 from evener.system.whole_files import read_whole
+
+from ..machine import Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 
 __all__ = ["Machine", "SimulatedDevice", "Sync", "catalogue", "catalogue_names", "load_machine", "parse_machine"]
 

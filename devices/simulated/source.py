@@ -13,9 +13,9 @@ import threading
 
 import msgspec
 
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.machine import USUAL_WATTS, Machine
-from evener.devices.types import Device, DeviceSample, Snapshot, value
+from ..host.snapshot_builder import SnapshotBuilder
+from ..machine import USUAL_WATTS, Machine
+from ..types import Device, DeviceSample, Snapshot, value
 
 MIB = 1 << 20
 AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0

@@ -6,7 +6,7 @@ Start it with torchrun or accelerate launch, one process for each active device 
 docs/training_huggingface.md says what is exact.
 """
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 try:
     import transformers as _transformers  # noqa: F401 - a missing package is said in a sentence
@@ -15,6 +15,6 @@ except ImportError as error:
         f"transformers can't be imported ({error}).", 'Install it: pip install "evener[huggingface]".'
     ) from error
 
-from evener.huggingface.trainer import with_plan
+from .trainer import with_plan
 
 __all__ = ["with_plan"]

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.errors import RequestError
-from evener.plan.file import Share
-from evener.torch_split.length_sampler import raise_no_shares
-from evener.torch_split.model_checks import has_own_work, is_sharded
+from ..errors import RequestError
+from ..plan.file import Share
+from ..torch_split.length_sampler import raise_no_shares
+from ..torch_split.model_checks import has_own_work, is_sharded
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 

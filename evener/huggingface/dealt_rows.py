@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from evener.torch_split.length_sampler import LengthSampler
-from evener.torch_split.pass_sampler import PassSampler
+from ..torch_split.length_sampler import LengthSampler
+from ..torch_split.pass_sampler import PassSampler
 
 
 class DealtSteps(PassSampler):

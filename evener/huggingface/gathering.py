@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from evener.huggingface.processes import processes
-from evener.torch_split.nested_batch import each_tensor
-from evener.torch_split.own_work import StepTimer
+from ..torch_split.nested_batch import each_tensor
+from ..torch_split.own_work import StepTimer
+from .processes import processes
 
 
 class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import torch
 
-from evener.errors import RequestError
-from evener.huggingface.gathering import Gathering
-from evener.huggingface.processes import processes
-from evener.torch_split.check_loss import REMEDY, CheckBatch, LossCheck, find_together
-from evener.torch_split.loss_measure import LossMeasure
-from evener.torch_split.rank_shares import RankShares
+from ..errors import RequestError
+from ..torch_split.check_loss import REMEDY, CheckBatch, LossCheck, find_together
+from ..torch_split.loss_measure import LossMeasure
+from ..torch_split.rank_shares import RankShares
+from .gathering import Gathering
+from .processes import processes
 
 IGNORED = -100
 ITEMS, ROWS = "num_items_in_batch", "rows"

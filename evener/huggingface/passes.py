@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
-from evener.huggingface.dealt_rows import PassList
-from evener.huggingface.gathering import Gathering
-from evener.huggingface.loss import ITEMS, ROWS, TrainerLoss, has_ignored
+from .dealt_rows import PassList
+from .gathering import Gathering
+from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class Pass(msgspec.Struct, frozen=True):

@@ -11,15 +11,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from evener.errors import RequestError
-from evener.huggingface.checks import needs_equal_passes
-from evener.huggingface.dealt_rows import find_lengths
-from evener.torch_split.length_sampler import LengthSampler
-from evener.torch_split.loader import count_rows
-from evener.torch_split.rank_shares import RankShares
-from evener.torch_split.row_order import RowOrder
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.training.dealing import make_dealer
+from ..errors import RequestError
+from ..torch_split.length_sampler import LengthSampler
+from ..torch_split.loader import count_rows
+from ..torch_split.rank_shares import RankShares
+from ..torch_split.row_order import RowOrder
+from ..torch_split.sampler import UnevenBatchSampler
+from ..training.dealing import make_dealer
+from .checks import needs_equal_passes
+from .dealt_rows import find_lengths
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.huggingface.gathering import Gathering
-from evener.huggingface.loss import TrainerLoss
-from evener.huggingface.passes import Pass
-from evener.torch_split.exchange import Exchange
-from evener.torch_split.kept_state import keep_attributes
-from evener.torch_split.parts import Part
-from evener.torch_split.retry import Passes
-from evener.torch_split.wrapped import take_over, watch
+from ..torch_split.exchange import Exchange
+from ..torch_split.kept_state import keep_attributes
+from ..torch_split.parts import Part
+from ..torch_split.retry import Passes
+from ..torch_split.wrapped import take_over, watch
+from .gathering import Gathering
+from .loss import TrainerLoss
+from .passes import Pass
 
 
 class Survival:

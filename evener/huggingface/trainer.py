@@ -18,8 +18,20 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from evener.errors import RequestError
-from evener.huggingface.checks import (
+from ..errors import RequestError
+from ..plan.file import Plan
+from ..torch_split.check_loss import make_check_batch
+from ..torch_split.kept_state import kept_attributes
+from ..torch_split.length_sampler import LengthSampler
+from ..torch_split.model_checks import check_normalization, has_own_work
+from ..torch_split.pass_loader import PassLoader
+from ..torch_split.pass_sampler import PassSampler
+from ..torch_split.process import find_stand, is_cpu, settle, visible_gpus
+from ..torch_split.rank_shares import RankShares, find_rank_shares, open_plan, share_by_ratios
+from ..torch_split.rebalancing import Rebalancing
+from ..torch_split.retry import Passes
+from ..torch_split.step_reporter import StepReporter
+from .checks import (
     CHECKPOINT,
     check_checkpoint,
     check_rebalance,
@@ -27,26 +39,14 @@ from evener.huggingface.checks import (
     check_trainer_class,
     needs_equal_passes,
 )
-from evener.huggingface.dealt_rows import DealtRows, DealtSteps, PassList
-from evener.huggingface.evaluation import share_evaluation
-from evener.huggingface.gathering import Gathering
-from evener.huggingface.loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
-from evener.huggingface.passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
-from evener.huggingface.processes import processes
-from evener.huggingface.rows import make_sampler, training_rows
-from evener.huggingface.survival import Survival
-from evener.plan.file import Plan
-from evener.torch_split.check_loss import make_check_batch
-from evener.torch_split.kept_state import kept_attributes
-from evener.torch_split.length_sampler import LengthSampler
-from evener.torch_split.model_checks import check_normalization, has_own_work
-from evener.torch_split.pass_loader import PassLoader
-from evener.torch_split.pass_sampler import PassSampler
-from evener.torch_split.process import find_stand, is_cpu, settle, visible_gpus
-from evener.torch_split.rank_shares import RankShares, find_rank_shares, open_plan, share_by_ratios
-from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.retry import Passes
-from evener.torch_split.step_reporter import StepReporter
+from .dealt_rows import DealtRows, DealtSteps, PassList
+from .evaluation import share_evaluation
+from .gathering import Gathering
+from .loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
+from .passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
+from .processes import processes
+from .rows import make_sampler, training_rows
+from .survival import Survival
 
 
 def with_plan(

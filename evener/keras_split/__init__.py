@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.keras_split.compatibility import SplitWarning
-    from evener.keras_split.digest import model_digest
-    from evener.keras_split.report import Report
-    from evener.keras_split.split import ENGINES, Split
-    from evener.keras_split.tf_devices import make_logical_cpus
+    from .compatibility import SplitWarning
+    from .digest import model_digest
+    from .report import Report
+    from .split import ENGINES, Split
+    from .tf_devices import make_logical_cpus
 
 __all__ = ["ENGINES", "Report", "Split", "SplitWarning", "make_logical_cpus", "model_digest"]
 

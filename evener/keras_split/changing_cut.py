@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.batch_bounds import Cut
+from ..errors import RequestError
+from .batch_bounds import Cut
 
 
 class ChangingCut(Cut):

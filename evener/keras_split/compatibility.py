@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from evener.errors import RequestError
-from evener.training.launched import ask_for_processes
+from ..errors import RequestError
+from ..training.launched import ask_for_processes
 
 MEANS = ("sum_over_batch_size", "mean")
 TOWERS = "Use engine='towers', which computes the loss on the whole batch."

@@ -16,11 +16,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.dealt_arrays import DealtArrays, deal_arrays
-from evener.keras_split.nested_rows import OwnRows, widen_if_empty
-from evener.training.dealing import Dealer
+from ..errors import RequestError
+from ..training.dealing import Dealer
+from .batch_bounds import Cut
+from .dealt_arrays import DealtArrays, deal_arrays
+from .nested_rows import OwnRows, widen_if_empty
 
 PREFETCHED_BATCHES = 2
 MOST_THREADS = 4  # that gather rows at once

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.compatibility import all_layers
-from evener.keras_split.engines.keras_step import call_model
-from evener.keras_split.nested_rows import Tensors, cut_rows
-from evener.training.dealing import Dealer
+from ..errors import RequestError
+from ..training.dealing import Dealer
+from .compatibility import all_layers
+from .engines.keras_step import call_model
+from .nested_rows import Tensors, cut_rows
 
 SAME = 1e-3  # outputs of a row that differ by less, relative to the largest, are the same
 

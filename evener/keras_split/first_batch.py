@@ -15,14 +15,14 @@ import keras
 import msgspec
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.compatibility import list_normalizations
-from evener.keras_split.dealt_arrays import DealtArrays
-from evener.keras_split.engines.keras_step import call_model, own_loss
-from evener.keras_split.measuring import MOST_ROWS, measure
-from evener.keras_split.nested_rows import OwnRows, Tensors, cut_rows, take_rows
-from evener.keras_split.part_kinds import PartKinds, refuse_everywhere, refuse_partial, refuse_replicas
-from evener.keras_split.traceless import traceless
+from ..errors import RequestError
+from .compatibility import list_normalizations
+from .dealt_arrays import DealtArrays
+from .engines.keras_step import call_model, own_loss
+from .measuring import MOST_ROWS, measure
+from .nested_rows import OwnRows, Tensors, cut_rows, take_rows
+from .part_kinds import PartKinds, refuse_everywhere, refuse_partial, refuse_replicas
+from .traceless import traceless
 
 PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 

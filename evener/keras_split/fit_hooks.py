@@ -15,8 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.compatibility import (
+from ..errors import RequestError
+from ..plan.check import check_global_batch
+from .compatibility import (
     CHECKS,
     check_compiled,
     check_passes,
@@ -26,7 +27,7 @@ from evener.keras_split.compatibility import (
     warn,
     warn_small_data,
 )
-from evener.keras_split.data import (
+from .data import (
     ArrayBatches,
     are_arrays,
     array_rows,
@@ -36,13 +37,12 @@ from evener.keras_split.data import (
     is_plain,
     pack_arrays,
 )
-from evener.keras_split.dealt_arrays import DealtArrays, check_padding
-from evener.keras_split.engines.keras_step import warn_of_own_loop
-from evener.keras_split.first_batch import check_replicas, measure_first
-from evener.keras_split.group_fit import group_callbacks, save_whole
-from evener.keras_split.nested_rows import from_frame
-from evener.keras_split.same_data import check_same_arrays
-from evener.plan.check import check_global_batch
+from .dealt_arrays import DealtArrays, check_padding
+from .engines.keras_step import warn_of_own_loop
+from .first_batch import check_replicas, measure_first
+from .group_fit import group_callbacks, save_whole
+from .nested_rows import from_frame
+from .same_data import check_same_arrays
 
 
 class FitHooks:

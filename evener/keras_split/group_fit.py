@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kinds
 
-from evener.keras_split.engines.multiworker import Workers
-from evener.system.whole_files import write_atomically
+from ..system.whole_files import write_atomically
+from .engines.multiworker import Workers
 
 WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from evener.keras_split.engines.group import Group
-from evener.plan.file import Share
-from evener.training.launched import find_host, launched_device
-from evener.training.share_order import RankInfo, check_agreement, check_places
+from ..plan.file import Share
+from ..training.launched import find_host, launched_device
+from ..training.share_order import RankInfo, check_agreement, check_places
+from .engines.group import Group
 
 
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:

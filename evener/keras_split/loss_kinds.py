@@ -16,12 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.keras_split.compatibility import warn
-from evener.keras_split.engines.keras_step import loss_with, own_loss
-from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
-from evener.keras_split.part_kinds import COUNTS, OTHER, ROWS, SUM
-from evener.keras_split.traceless import traceless
-from evener.training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
+from ..training.loss_check import FLOAT32_ROUNDING, MIXED_ROUNDING, LossFigures, describe, judge
+from .compatibility import warn
+from .engines.keras_step import loss_with, own_loss
+from .nested_rows import Tensors, cut_rows, take_rows
+from .part_kinds import COUNTS, OTHER, ROWS, SUM
+from .traceless import traceless
 
 ROUNDING = {"float64": MIXED_ROUNDING, "float32": FLOAT32_ROUNDING}
 

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.keras_split.compatibility import list_normalizations, warn
-from evener.keras_split.engines.keras_step import call_model, split_losses
-from evener.keras_split.engines.layer_state import is_seed
-from evener.keras_split.loss_kinds import CLOSE, first_line, judge_loss, kind_of
-from evener.keras_split.nested_rows import Tensors, cut_rows
-from evener.keras_split.part_kinds import OTHER, ROWS, SAME, SUM, PartKinds
-from evener.keras_split.traceless import equal_rows, traceless
+from .compatibility import list_normalizations, warn
+from .engines.keras_step import call_model, split_losses
+from .engines.layer_state import is_seed
+from .loss_kinds import CLOSE, first_line, judge_loss, kind_of
+from .nested_rows import Tensors, cut_rows
+from .part_kinds import OTHER, ROWS, SAME, SUM, PartKinds
+from .traceless import equal_rows, traceless
 
 MOST_ROWS = 8
 OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3}  # relative to the largest; other kernels add in another order

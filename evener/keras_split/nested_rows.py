@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 Tensors = Any  # nested tensors, as Keras passes them to a train step
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from evener.errors import RequestError
-from evener.keras_split.compatibility import NO_PASSES, TOWERS
+from ..errors import RequestError
+from .compatibility import NO_PASSES, TOWERS
 
 ROWS, SUM, SAME = "rows", "sum", "same"
 COUNTS = ("steps", "labels", "weights")  # units beside rows that a loss may be a mean over, counted in each step

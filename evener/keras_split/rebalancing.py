@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from evener.keras_split.changing_cut import ChangingCut
-from evener.keras_split.work_times import WorkTimes
-from evener.live.files import MOST_CHANGES, ShareChange
-from evener.plan.file import Share
-from evener.plan.solver import proportional_curves, read_curves
-from evener.training.rebalance import Rebalancer, name_devices
+from ..live.files import MOST_CHANGES, ShareChange
+from ..plan.file import Share
+from ..plan.solver import proportional_curves, read_curves
+from ..training.rebalance import Rebalancer, name_devices
+from .changing_cut import ChangingCut
+from .work_times import WorkTimes
 
 WINDOW_STEPS = 5  # whose median is one figure
 FEWEST_STEPS = 3  # of whole batches in a window

@@ -7,13 +7,13 @@ from typing import Any
 import keras
 import msgspec
 
-from evener.errors import RequestError
-from evener.keras_split.engines.multiworker import Workers
-from evener.keras_split.split import Split
-from evener.keras_split.tf_devices import driver_name
-from evener.live.journal import TrainingJournal
-from evener.live.reporter import Details, Reporter
-from evener.plan.check import describe
+from ..errors import RequestError
+from ..live.journal import TrainingJournal
+from ..live.reporter import Details, Reporter
+from ..plan.check import describe
+from .engines.multiworker import Workers
+from .split import Split
+from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.data import array_rows
+from ..errors import RequestError
+from .data import array_rows
 
 FEW = 64  # elements of a row that are digested in each step
 MOST = 251  # digests, which any float has exactly

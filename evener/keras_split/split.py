@@ -10,28 +10,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.errors import PlanError, RequestError
-from evener.keras_split import tf_devices
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.changing_cut import make_changing
-from evener.keras_split.compatibility import check_backend, check_model, warn, warn_small_data
-from evener.keras_split.data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
-from evener.keras_split.dealt_arrays import read_lengths
-from evener.keras_split.digest import model_digest
-from evener.keras_split.engines.group import Group, group_from_environment
-from evener.keras_split.engines.keras_step import SingleDevice
-from evener.keras_split.engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
-from evener.keras_split.engines.multiworker import Workers
-from evener.keras_split.engines.towers import Towers
-from evener.keras_split.fit_hooks import FitHooks
-from evener.keras_split.group_shares import check_rebalance, order_by_device
-from evener.keras_split.rebalancing import GroupRebalancer
-from evener.plan.check import check_fit, check_global_batch, describe
-from evener.plan.file import Plan, Share, load_plan
-from evener.shares.passes import batch_in_one_pass, largest_pass
-from evener.shares.whole_rows import is_ratio
-from evener.training.dealing import make_dealer
-from evener.training.launched import launched_plan
+from ..errors import PlanError, RequestError
+from ..plan.check import check_fit, check_global_batch, describe
+from ..plan.file import Plan, Share, load_plan
+from ..shares.passes import batch_in_one_pass, largest_pass
+from ..shares.whole_rows import is_ratio
+from ..training.dealing import make_dealer
+from ..training.launched import launched_plan
+from . import tf_devices
+from .batch_bounds import Cut
+from .changing_cut import make_changing
+from .compatibility import check_backend, check_model, warn, warn_small_data
+from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
+from .dealt_arrays import read_lengths
+from .digest import model_digest
+from .engines.group import Group, group_from_environment
+from .engines.keras_step import SingleDevice
+from .engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
+from .engines.multiworker import Workers
+from .engines.towers import Towers
+from .fit_hooks import FitHooks
+from .group_shares import check_rebalance, order_by_device
+from .rebalancing import GroupRebalancer
 
 ENGINES = ("auto", "towers", "mirrored", "multiworker")
 ONE_PROCESS = "The plan was measured with a process for each device; this is one process, without TF_CONFIG."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from evener.errors import DeviceError, RequestError
-from evener.plan.file import Plan, Share
+from ..errors import DeviceError, RequestError
+from ..plan.file import Plan, Share
 
 # The plan numbers GPUs as the driver does; by default CUDA puts the fastest first. CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from evener.live.times import DeviceTimes, middle, spread, sum_up
+from ..live.times import DeviceTimes, middle, spread, sum_up
 
 KEPT_STEPS = 25
 HOST = "CPU:0"

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from evener.system.state_folders import make_private
+from ..system.state_folders import make_private
 
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200

@@ -16,10 +16,10 @@ from typing import Annotated
 
 import msgspec
 
-from evener.errors import RequestError
-from evener.live.files import Count, LiveRecord, Rate, ShareChange, start_ticks
-from evener.system.state_folders import new_run_id, runs_folder, trusted_folder
-from evener.training.launched import launched_run, restart_reason
+from ..errors import RequestError
+from ..system.state_folders import new_run_id, runs_folder, trusted_folder
+from ..training.launched import launched_run, restart_reason
+from .files import Count, LiveRecord, Rate, ShareChange, start_ticks
 
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 

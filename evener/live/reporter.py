@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.errors import RequestError
-from evener.live.files import (
+from ..errors import RequestError
+from ..plan.file import Share
+from .files import (
     MOST_CHANGES,
     MOST_DEVICES,
     MOST_KNOTS,
@@ -37,9 +38,8 @@ from evener.live.files import (
     replace_file,
     start_ticks,
 )
-from evener.live.journal import TrainingJournal
-from evener.live.times import DeviceTimes
-from evener.plan.file import Share
+from .journal import TrainingJournal
+from .times import DeviceTimes
 
 __all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings", "report"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.errors import PlanError
-from evener.plan.file import Plan, Share
-from evener.shares.whole_rows import whole_number
+from ..errors import PlanError
+from ..shares.whole_rows import whole_number
+from .file import Plan, Share
 
 
 def check_fit(

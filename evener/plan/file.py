@@ -14,8 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.errors import PlanError
-from evener.plan.layout import (
+from ..errors import PlanError
+from ..shares.whole_rows import apportion
+from ..system.whole_files import read_whole, write_atomically
+from .layout import (
     BEST_SINGLE,
     BEST_SPLIT,
     EVEN_SPLIT,
@@ -27,8 +29,6 @@ from evener.plan.layout import (
     complete_layout,
     make_layout,
 )
-from evener.shares.whole_rows import apportion
-from evener.system.whole_files import read_whole, write_atomically
 
 __all__ = [
     "BEST_SINGLE",

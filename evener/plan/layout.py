@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from evener.errors import PlanError
-from evener.shares.costs import Cost
+from ..errors import PlanError
+from ..shares.costs import Cost
 
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence

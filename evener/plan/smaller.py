@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from evener.errors import PlanError
-from evener.plan.check import describe
-from evener.plan.file import Plan, PlanLayout, Share, make_layout
-from evener.plan.solver import pass_rows, read_curves, solve_shares
-from evener.shares.whole_rows import apportion
+from ..errors import PlanError
+from ..shares.whole_rows import apportion
+from .check import describe
+from .file import Plan, PlanLayout, Share, make_layout
+from .solver import pass_rows, read_curves, solve_shares
 
 
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:

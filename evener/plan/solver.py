@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.plan.layout import Knots, Share
-from evener.shares.curves import Curve, PassCurve
-from evener.shares.waterfill import DeviceCurve, split_fixed
+from ..shares.curves import Curve, PassCurve
+from ..shares.waterfill import DeviceCurve, split_fixed
+from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.errors import RequestError
-from evener.shares.whole_rows import even, whole_number
+from ..errors import RequestError
+from .whole_rows import even, whole_number
 
 
 def count_passes(batch: int, micro: int) -> int:

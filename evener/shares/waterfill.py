@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.shares.curves import Curve, PassCurve
+from .curves import Curve, PassCurve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
 EXACT_DEVICES = 32  # up to this many, every k and quantum is tried; beyond, those that a sweep over tau finds

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:

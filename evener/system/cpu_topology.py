@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from evener.errors import RequestError
-from evener.system.cgroups import container_cpus
+from ..errors import RequestError
+from .cgroups import container_cpus
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 _SLICE = re.compile(r"cpu-(\d{1,6})-of-(\d{1,6})")

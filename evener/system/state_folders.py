@@ -7,7 +7,7 @@ import stat
 import time
 from pathlib import Path
 
-from evener.errors import RequestError, as_request_error
+from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:

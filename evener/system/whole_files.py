@@ -11,7 +11,7 @@ import select
 import stat
 from pathlib import Path
 
-from evener.errors import RequestError, as_request_error
+from ..errors import RequestError, as_request_error
 
 LARGEST_BYTES = 4 << 20  # of a file to read
 PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin

@@ -9,8 +9,8 @@ model = split.wrap(model)                # gradients are weighted and summed; th
 
 from __future__ import annotations
 
-from evener.torch_split.loader import Loader
-from evener.torch_split.parts import Part
-from evener.torch_split.split import Split
+from .loader import Loader
+from .parts import Part
+from .split import Split
 
 __all__ = ["Loader", "Part", "Split"]

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.shares.passes import count_passes
-from evener.shares.whole_rows import gradient_weight
-from evener.torch_split import model_checks
-from evener.torch_split.batch_tracker import BatchTracker, Epoch, TakenBatch
-from evener.torch_split.exchange import Exchange, exchanged_parameters
-from evener.torch_split.gather import average
-from evener.torch_split.optimizer_check import OPTIMIZER_CHECK, check_weighted
-from evener.torch_split.own_work import StepTimer
-from evener.torch_split.wrapped import take_over, watch, wrap_module
+from ..errors import RequestError
+from ..shares.passes import count_passes
+from ..shares.whole_rows import gradient_weight
+from . import model_checks
+from .batch_tracker import BatchTracker, Epoch, TakenBatch
+from .exchange import Exchange, exchanged_parameters
+from .gather import average
+from .optimizer_check import OPTIMIZER_CHECK, check_weighted
+from .own_work import StepTimer
+from .wrapped import take_over, watch, wrap_module
 
 
 class WholeBatchLoss(BaseException):  # it ends a check past what catches errors

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 

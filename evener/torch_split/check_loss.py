@@ -11,14 +11,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.errors import RequestError
-from evener.torch_split.batch_tracker import tensors_in
-from evener.torch_split.even_randomness import SEED
-from evener.torch_split.kept_state import kept_state, seed_all
-from evener.torch_split.loss_measure import Compute, LossMeasure
-from evener.torch_split.nested_batch import cut_rows
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.training.loss_check import LossFigures, LossMeaning, describe, judge
+from ..errors import RequestError
+from ..training.loss_check import LossFigures, LossMeaning, describe, judge
+from .batch_tracker import tensors_in
+from .even_randomness import SEED
+from .kept_state import kept_state, seed_all
+from .loss_measure import Compute, LossMeasure
+from .nested_batch import cut_rows
+from .sampler import UnevenBatchSampler
 
 ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from
 REMEDY = "Change the loss to such a mean, or train on one device."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 
 class DealtBatch:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evener.errors import RequestError
-from evener.torch_split.buckets import make_buckets
-from evener.torch_split.held import Held
+from ..errors import RequestError
+from .buckets import make_buckets
+from .held import Held
 
 BUCKET_BYTES = 25 << 20
 

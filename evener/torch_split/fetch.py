@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from evener.torch_split.sampler import UnevenBatchSampler
+from .sampler import UnevenBatchSampler
 
 Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory) -> the batch
 

@@ -9,9 +9,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from evener.errors import RequestError
-from evener.shares.whole_rows import bounds, gradient_weight
-from evener.torch_split.own_work import StepTimer
+from ..errors import RequestError
+from ..shares.whole_rows import bounds, gradient_weight
+from .own_work import StepTimer
 
 
 def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: StepTimer) -> torch.Tensor:

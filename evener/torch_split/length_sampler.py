@@ -9,10 +9,10 @@ from zlib import crc32
 
 import torch
 
-from evener.errors import RequestError
-from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.training.dealing import Deal, Dealer
+from ..errors import RequestError
+from ..training.dealing import Deal, Dealer
+from .dealt_batch import DealtBatch
+from .sampler import UnevenBatchSampler
 
 _KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
 

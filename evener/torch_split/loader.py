@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
-from evener.errors import RequestError
-from evener.torch_split.batch_tracker import Epoch
-from evener.torch_split.fetch import Fetch
-from evener.torch_split.prefetch import DEPTH, Prefetcher
-from evener.torch_split.sampler import UnevenBatchSampler
+from ..errors import RequestError
+from .batch_tracker import Epoch
+from .fetch import Fetch
+from .prefetch import DEPTH, Prefetcher
+from .sampler import UnevenBatchSampler
 
 _DECIDED = {
     "batch_size": "Leave it out; another global batch is Split(plan, global_batch=N).",

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from evener.errors import RequestError
-from evener.torch_split.loader import Loader
+from ..errors import RequestError
+from .loader import Loader
 
 _LOADERS = "loaders"
 

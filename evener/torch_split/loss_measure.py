@@ -16,9 +16,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from evener.torch_split.even_randomness import SEED, EvenRandomness
-from evener.torch_split.kept_state import kept_attributes, kept_state, seed_all
-from evener.training.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
+from ..training.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
+from .even_randomness import SEED, EvenRandomness
+from .kept_state import kept_attributes, kept_state, seed_all
 
 HALF_ROUNDING = 4e-3  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits, or layers that cast
 _HALF = {torch.float16, torch.bfloat16}

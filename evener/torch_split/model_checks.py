@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from evener.errors import RequestError
-from evener.torch_split.wrapped import Exchanged
+from ..errors import RequestError
+from .wrapped import Exchanged
 
 _ENGINES = {"DeepSpeedEngine": "DeepSpeed", "MegatronEngine": "Megatron-LM", "FullyShardedDataParallel": "FSDP1"}
 _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle

@@ -6,8 +6,8 @@ import warnings
 from hashlib import blake2b
 from typing import Any
 
-from evener.plan.check import check_fit
-from evener.plan.file import Plan
+from ..plan.check import check_fit
+from ..plan.file import Plan
 
 
 def model_digest(model: Any) -> str:

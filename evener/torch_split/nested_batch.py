@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.torch_split.dealt_batch import DealtBatch
+from ..errors import RequestError
+from .dealt_batch import DealtBatch
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:

@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from evener.errors import DeviceError, RequestError
-from evener.torch_split.memory import describe_memory, drop_frames, free_memory, is_out_of_memory
+from ..errors import DeviceError, RequestError
+from .memory import describe_memory, drop_frames, free_memory, is_out_of_memory
 
 
 class OptimizerCheck:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from evener.live.files import Doing
-from evener.live.times import DeviceTimes, middle, spread, sum_up
+from ..live.files import Doing
+from ..live.times import DeviceTimes, middle, spread, sum_up
 
 KEPT_STEPS = 25  # that medians are taken over
 OWN: Doing = "own work"

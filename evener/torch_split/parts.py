@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.shares.passes import split_passes
-from evener.shares.whole_rows import bounds, even, gradient_weight
-from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.nested_batch import cut_rows, each_tensor
+from ..errors import RequestError
+from ..shares.passes import split_passes
+from ..shares.whole_rows import bounds, even, gradient_weight
+from .dealt_batch import DealtBatch
+from .nested_batch import cut_rows, each_tensor
 
 
 class Part:

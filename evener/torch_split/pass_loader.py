@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from evener.errors import RequestError
-from evener.torch_split.pass_sampler import PassSampler
+from ..errors import RequestError
+from .pass_sampler import PassSampler
 
 
 class PassLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from evener.shares.whole_rows import even
-from evener.torch_split.sampler import UnevenBatchSampler
+from ..shares.whole_rows import even
+from .sampler import UnevenBatchSampler
 
 
 class PassSampler:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from evener.torch_split.nested_batch import each_tensor
+from .nested_batch import each_tensor
 
 DEPTH = 2  # batches that wait on the device
 

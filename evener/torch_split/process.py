@@ -14,12 +14,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.errors import DeviceError, PlanError
-from evener.plan.file import Share
-from evener.system.cpu_topology import allowed_cpus, core_groups, slice_cores
-from evener.training.device_errors import abort_on_device_error
-from evener.training.launched import launched_device
-from evener.training.share_order import RankInfo
+from ..errors import DeviceError, PlanError
+from ..plan.file import Share
+from ..system.cpu_topology import allowed_cpus, core_groups, slice_cores
+from ..training.device_errors import abort_on_device_error
+from ..training.launched import launched_device
+from ..training.share_order import RankInfo
 
 MOST_FETCHING_THREADS = 8
 _ALLOWED = allowed_cpus()  # before any slice was settled on

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from evener.errors import EvenerError, RequestError
-from evener.plan.check import check_fit, check_global_batch, describe
-from evener.plan.file import Plan, Share, load_plan
-from evener.shares.passes import batch_in_one_pass, count_passes
-from evener.shares.whole_rows import apportion, check_ratios
-from evener.torch_split.process import Stand, choose_device, gather_infos, is_cpu
-from evener.training.launched import find_host, launched_device, launched_plan
-from evener.training.share_order import RankInfo, check_agreement, order_shares
+from ..errors import EvenerError, RequestError
+from ..plan.check import check_fit, check_global_batch, describe
+from ..plan.file import Plan, Share, load_plan
+from ..shares.passes import batch_in_one_pass, count_passes
+from ..shares.whole_rows import apportion, check_ratios
+from ..training.launched import find_host, launched_device, launched_plan
+from ..training.share_order import RankInfo, check_agreement, order_shares
+from .process import Stand, choose_device, gather_infos, is_cpu
 
 
 class RankShares(msgspec.Struct, frozen=True):

@@ -20,13 +20,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.live.files import ShareChange
-from evener.plan.solver import read_curves
-from evener.torch_split.batch_weights import BatchWeights
-from evener.torch_split.own_work import KEPT_STEPS
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.step_reporter import StepReporter
-from evener.training.rebalance import GROWTH, Rebalancer, name_devices
+from ..live.files import ShareChange
+from ..plan.solver import read_curves
+from ..training.rebalance import GROWTH, Rebalancer, name_devices
+from .batch_weights import BatchWeights
+from .own_work import KEPT_STEPS
+from .sampler import UnevenBatchSampler
+from .step_reporter import StepReporter
 
 WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window

@@ -19,12 +19,12 @@ import msgspec
 import numpy
 import torch
 
-from evener.errors import DeviceError, RequestError
-from evener.torch_split.exchange import Exchange
-from evener.torch_split.memory import describe_memory, drop_frames, free_memory, held_by_others, is_out_of_memory, say
-from evener.torch_split.model_checks import is_sharded
-from evener.torch_split.nested_batch import each_tensor
-from evener.torch_split.parts import Part
+from ..errors import DeviceError, RequestError
+from .exchange import Exchange
+from .memory import describe_memory, drop_frames, free_memory, held_by_others, is_out_of_memory, say
+from .model_checks import is_sharded
+from .nested_batch import each_tensor
+from .parts import Part
 
 CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
 MOST_FAILURES = 20  # of one row, in a row

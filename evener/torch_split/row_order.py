@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from evener.errors import RequestError
+from ..errors import RequestError
 
 Order = Iterable[int] | Callable[[int], Sequence[int]]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.shares.whole_rows import apportion, bounds
-from evener.torch_split.row_order import RowOrder, mix_seed
-from evener.torch_split.share_schedule import ShareSchedule
+from ..errors import RequestError
+from ..shares.whole_rows import apportion, bounds
+from .row_order import RowOrder, mix_seed
+from .share_schedule import ShareSchedule
 
 LOOPS = 4  # that may run over one sampler at the same time and change shares
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")

@@ -21,35 +21,35 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
-from evener.errors import RequestError
-from evener.plan.file import Plan
-from evener.shares.passes import count_passes, largest_pass, smallest_pass
-from evener.torch_split.batch_weights import BatchWeights
-from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.gather import add_up, gather_rows
-from evener.torch_split.length_sampler import check_dealt, make_sampler
-from evener.torch_split.loader import Loader, check_options, count_rows, warn_of_short_batches
-from evener.torch_split.loader_states import LoaderStates
-from evener.torch_split.model_checks import (
+from ..errors import RequestError
+from ..plan.file import Plan
+from ..shares.passes import count_passes, largest_pass, smallest_pass
+from ..training.dealing import make_dealer
+from ..training.loss_check import LossMeaning
+from .batch_weights import BatchWeights
+from .dealt_batch import DealtBatch
+from .gather import add_up, gather_rows
+from .length_sampler import check_dealt, make_sampler
+from .loader import Loader, check_options, count_rows, warn_of_short_batches
+from .loader_states import LoaderStates
+from .model_checks import (
     check_exchange,
     check_normalization,
     check_sharded,
     has_own_work,
 )
-from evener.torch_split.model_digest import check_model
-from evener.torch_split.parts import Part, make_parts, weigh_by_count
-from evener.torch_split.process import choose_device, find_stand, join, leave_group, settle, visible_gpus
-from evener.torch_split.rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
-from evener.torch_split.rebalancing import Rebalancing
-from evener.torch_split.retry import Passes, explain_at_exit
-from evener.torch_split.row_order import Order, RowOrder
-from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.split_check import check_part_loss, check_rows
-from evener.torch_split.step_reporter import StepReporter
-from evener.torch_split.steps import Steps
-from evener.torch_split.wrapped import Exchanged
-from evener.training.dealing import make_dealer
-from evener.training.loss_check import LossMeaning
+from .model_digest import check_model
+from .parts import Part, make_parts, weigh_by_count
+from .process import choose_device, find_stand, join, leave_group, settle, visible_gpus
+from .rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
+from .rebalancing import Rebalancing
+from .retry import Passes, explain_at_exit
+from .row_order import Order, RowOrder
+from .sampler import UnevenBatchSampler
+from .split_check import check_part_loss, check_rows
+from .step_reporter import StepReporter
+from .steps import Steps
+from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 

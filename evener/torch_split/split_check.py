@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from evener.errors import RequestError
-from evener.torch_split.batch_tracker import tensors_in
-from evener.torch_split.batch_weights import BatchWeights, WholeBatchLoss
-from evener.torch_split.check_loss import CheckBatch, LossCheck, find_together, make_check_batch
-from evener.torch_split.loss_measure import LossMeasure
-from evener.torch_split.nested_batch import cut_rows, each_tensor
-from evener.torch_split.parts import Part
-from evener.training.loss_check import LossMeaning
+from ..errors import RequestError
+from ..training.loss_check import LossMeaning
+from .batch_tracker import tensors_in
+from .batch_weights import BatchWeights, WholeBatchLoss
+from .check_loss import CheckBatch, LossCheck, find_together, make_check_batch
+from .loss_measure import LossMeasure
+from .nested_batch import cut_rows, each_tensor
+from .parts import Part
 
 
 def check_part_loss(

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from evener.live.files import MOST_CHANGES, ShareChange, clean
-from evener.live.journal import TrainingJournal
-from evener.live.reporter import Details, Reporter
-from evener.plan.check import describe
-from evener.torch_split.memory import say
-from evener.torch_split.own_work import make_timer
-from evener.torch_split.rank_shares import RankShares
-from evener.torch_split.retry import Retreat
+from ..live.files import MOST_CHANGES, ShareChange, clean
+from ..live.journal import TrainingJournal
+from ..live.reporter import Details, Reporter
+from ..plan.check import describe
+from .memory import say
+from .own_work import make_timer
+from .rank_shares import RankShares
+from .retry import Retreat
 
 
 class StepReporter:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.errors import RequestError
-from evener.torch_split.batch_tracker import Epoch
-from evener.torch_split.batch_weights import BatchWeights
-from evener.torch_split.gather import is_equal_everywhere
-from evener.torch_split.loader import StepListener
-from evener.torch_split.step_reporter import StepReporter
+from ..errors import RequestError
+from .batch_tracker import Epoch
+from .batch_weights import BatchWeights
+from .gather import is_equal_everywhere
+from .loader import StepListener
+from .step_reporter import StepReporter
 
 
 class Steps(StepListener):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.errors import RequestError
-from evener.torch_split.batch_tracker import tensors_in
-from evener.torch_split.exchange import BUCKET_BYTES, Exchange
-from evener.torch_split.nested_batch import each_tensor
+from ..errors import RequestError
+from .batch_tracker import tensors_in
+from .exchange import BUCKET_BYTES, Exchange
+from .nested_batch import each_tensor
 
 _NEEDLESS = (  # options of DistributedDataParallel that make no difference here
     "device_ids",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from evener.shares.costs import RankCost
+from ..shares.costs import RankCost
 
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
 _LIMITS = 7  # seconds in which blocks are tried to end; the first exceeds the bound by this part:

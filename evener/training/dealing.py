@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.errors import RequestError
-from evener.plan.layout import Share
-from evener.shares.costs import Cost, RankCost
-from evener.shares.passes import split_passes
-from evener.shares.whole_rows import apportion, bounds
-from evener.training.deal_ways import DealWays
+from ..errors import RequestError
+from ..plan.layout import Share
+from ..shares.costs import Cost, RankCost
+from ..shares.passes import split_passes
+from ..shares.whole_rows import apportion, bounds
+from .deal_ways import DealWays
 
 CLOSE_ENOUGH = 0.005  # over the lower bound, and this for each rank: no further way to deal is tried
 CLOSE_PER_RANK = 0.0025

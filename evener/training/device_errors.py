@@ -10,7 +10,7 @@ import re
 import sys
 from types import TracebackType
 
-from evener.training.launched import launched_device
+from .launched import launched_device
 
 _FAILED = re.compile(r"CUDA (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED")
 _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")

@@ -17,9 +17,9 @@ from statistics import median
 
 import msgspec
 
-from evener.plan.layout import Share
-from evener.plan.solver import pass_rows, scale, solve_shares
-from evener.shares.curves import Curve
+from ..plan.layout import Share
+from ..plan.solver import pass_rows, scale, solve_shares
+from ..shares.curves import Curve
 
 LEAST_SHIFT = 0.02  # in own work; smaller ones aren't worth new shapes
 NOISE_ERRORS = 3.0  # and this many standard errors of the windows

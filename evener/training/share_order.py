@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.errors import PlanError, RequestError
-from evener.plan.check import describe
-from evener.plan.layout import Share
+from ..errors import PlanError, RequestError
+from ..plan.check import describe
+from ..plan.layout import Share
 
 
 class RankInfo(msgspec.Struct, frozen=True):

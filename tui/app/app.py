@@ -16,11 +16,11 @@ from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
-from evener.tui.app.theme import DARK, LIGHT, meanings
-from evener.tui.runtime.base_app import BaseApp, Sampled
-from evener.tui.runtime.crash_log import write_crash_log
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
-from evener.tui.widgets.bars import SCREENS
+from ..runtime.base_app import BaseApp, Sampled
+from ..runtime.crash_log import write_crash_log
+from ..runtime.snapshot_publisher import SnapshotPublisher
+from ..widgets.bars import SCREENS
+from .theme import DARK, LIGHT, meanings
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
 
@@ -109,7 +109,7 @@ class EvenerApp(BaseApp):
 
     async def action_leave(self) -> None:
         """Quit; ask first while a search is running."""
-        from evener.tui.screens.dialogs import confirm
+        from ..screens.dialogs import confirm
 
         if not self.balance.active:
             self.exit()
@@ -124,8 +124,8 @@ class EvenerApp(BaseApp):
 
     def action_help(self) -> None:
         """Open the help page."""
-        from evener.tui.screens.dialogs import DetailsDialog
-        from evener.tui.view.help import help_lines
+        from ..screens.dialogs import DetailsDialog
+        from ..view.help import help_lines
 
         if not isinstance(self.screen, ModalScreen):
             notes = self.snapshot.notes if self.snapshot is not None else ()

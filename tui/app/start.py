@@ -13,7 +13,8 @@ from typing import Any
 
 from evener.devices.types import Snapshot
 from evener.errors import RequestError
-from evener.tui.runtime.snapshot_publisher import open_publisher
+
+from ..runtime.snapshot_publisher import open_publisher
 
 CRASH_EXIT_CODE = 70
 THEMES = ("dark", "light")
@@ -38,8 +39,8 @@ def run_app(
     gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
     publisher, trainable = open_publisher(devices, replay, ray_address)
     publisher.start()
-    from evener.tui.app.app import EvenerApp
-    from evener.tui.app.terminal_watch import watching_terminal
+    from .app import EvenerApp
+    from .terminal_watch import watching_terminal
 
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
     app.snapshot = publisher.latest()

@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from evener.errors import EvenerError, RequestError
-from evener.tui.cli.options import (
+
+from .options import (
     AsciiOption,
     DevicesOption,
     ReadonlyOption,
@@ -23,7 +24,7 @@ from evener.tui.cli.options import (
     ThemeOption,
     spread_lists,
 )
-from evener.tui.cli.streams import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
+from .streams import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
 _MODULES = {  # of the commands, in the order of --help
@@ -93,11 +94,11 @@ def start(
         _refuse_misplaced(context, context.invoked_subcommand)
         return
     if web or web_control or web_port:
-        from evener.tui.cli.commands.browser import show_in_browser
+        from .commands.browser import show_in_browser
 
         look = {"--ascii": ascii_only, "--theme": theme, "--replay": replay}
         raise typer.Exit(show_in_browser(devices, readonly or not web_control, web_port, look))
-    from evener.tui.cli.commands.monitor import monitor
+    from .commands.monitor import monitor
 
     monitor(devices, readonly=readonly, ascii_only=ascii_only, theme=theme, replay=replay)
 
@@ -120,7 +121,7 @@ def show_help(
 ) -> None:
     """Explain a topic: `evener help workload` shows how to measure your own model."""
     if topic == "workload":
-        from evener.tui.text.workload_help import workload_help
+        from ..text.workload_help import workload_help
 
         typer.echo(workload_help())
         return

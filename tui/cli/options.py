@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from evener.balancer.request import Request
-from evener.tui.text.parsing import REQUEST_HELP, make_request
-from evener.tui.text.workload_help import DEFAULTS
 from evener.workloads import registry
+
+from ..text.parsing import REQUEST_HELP, make_request
+from ..text.workload_help import DEFAULTS
 
 GROUPS = ("What is measured", "Which batches", "How long", "Where results go")  # in --help
 WHAT, BATCH, LENGTH, OUTPUT = (partial(typer.Option, rich_help_panel=group) for group in GROUPS)

@@ -15,12 +15,13 @@ import msgspec
 from evener.balancer.events import Finished
 from evener.balancer.session import Session
 from evener.errors import NoLayoutError
-from evener.tui.cli.output_files import check_plan_file, check_replaceable
-from evener.tui.cli.streams import ReaderGoneError, report_fault
-from evener.tui.signals import handled_signals
-from evener.tui.text.formatting import plain
-from evener.tui.text.launch_line import launch_hint
-from evener.tui.text.progress import Progress
+
+from ..signals import handled_signals
+from ..text.formatting import plain
+from ..text.launch_line import launch_hint
+from ..text.progress import Progress
+from .output_files import check_plan_file, check_replaceable
+from .streams import ReaderGoneError, report_fault
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -15,9 +15,10 @@ import sys
 from typing import TextIO
 
 from evener.errors import EvenerError, RequestError
-from evener.tui.text.formatting import plain
-from evener.tui.text.safe_documents import json_text
-from evener.tui.view.marks import to_ascii
+
+from ..text.formatting import plain
+from ..text.safe_documents import json_text
+from ..view.marks import to_ascii
 
 
 class ReaderGoneError(Exception):

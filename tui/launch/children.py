@@ -13,9 +13,10 @@ from contextlib import suppress
 
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.training.start_rank import STARTS
-from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import HostJob
-from evener.tui.signals import caught_signals
+
+from ..signals import caught_signals
+from .ending import Ending
+from .job import HostJob
 
 POLL_SECONDS = 0.1
 END_SECONDS = 30.0  # that a process has to end after SIGTERM

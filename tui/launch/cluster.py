@@ -20,11 +20,12 @@ from evener.devices.cluster.placement import find_plan_nodes
 from evener.errors import DeviceError
 from evener.plan.file import load_plan, to_toml
 from evener.plan.smaller import leave_out
-from evener.tui.launch.host_training import END_SECONDS, HostTraining
-from evener.tui.launch.job import check_plan
-from evener.tui.launch.restarts import compare_rows, say
-from evener.tui.signals import caught_signals
-from evener.tui.text.formatting import plain
+
+from ..signals import caught_signals
+from ..text.formatting import plain
+from .host_training import END_SECONDS, HostTraining
+from .job import check_plan
+from .restarts import compare_rows, say
 
 POLL_SECONDS = 0.1
 HEAD_SECONDS = 5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute

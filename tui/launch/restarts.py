@@ -20,14 +20,15 @@ from evener.plan.file import Plan, load_plan
 from evener.plan.smaller import leave_out
 from evener.system.state_folders import new_run_id
 from evener.training.launched import RUN, WANTS_PROCESSES
-from evener.tui.launch import watcher
-from evener.tui.launch.children import run_children
-from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import HostJob, arrange
-from evener.tui.launch.output import named_output
-from evener.tui.launch.working_devices import find_broken
-from evener.tui.signals import caught_signals
-from evener.tui.text.formatting import plain
+
+from ..signals import caught_signals
+from ..text.formatting import plain
+from . import watcher
+from .children import run_children
+from .ending import Ending
+from .job import HostJob, arrange
+from .output import named_output
+from .working_devices import find_broken
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
@@ -86,7 +87,7 @@ def _run(first: HostJob, max_restarts: int) -> int:
 
 def _start(job: HostJob, restarts_of_agents: int) -> Ending:
     if job.framework == "torch" and len(job.plan.layout.active) > 1:
-        from evener.tui.launch.torch_agent import run_agent
+        from .torch_agent import run_agent
 
         return run_agent(job, restarts_of_agents)
     ended = run_children(job)

@@ -9,9 +9,10 @@ import sys
 from typing import Any
 
 from evener.errors import DeviceError, RequestError
-from evener.tui.launch.ending import Ending
-from evener.tui.launch.job import HostJob
-from evener.tui.signals import restored_signals
+
+from ..signals import restored_signals
+from .ending import Ending
+from .job import HostJob
 
 FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
 

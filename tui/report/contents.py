@@ -14,8 +14,9 @@ from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.limits import write_limit
 from evener.devices.types import Device
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Plan, PlanLayout, Throughput
-from evener.tui.text.formatting import plain
-from evener.tui.text.progress import layout_words, outcome_name, outcome_words
+
+from ..text.formatting import plain
+from ..text.progress import layout_words, outcome_name, outcome_words
 
 
 class SoloCurve(msgspec.Struct, frozen=True):

@@ -9,7 +9,8 @@ from typing import Any
 
 from evener.balancer.number_format import percent, rate, write_share
 from evener.errors import RequestError
-from evener.tui.report.contents import RunReport
+
+from .contents import RunReport
 
 INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white

@@ -9,8 +9,10 @@ from pathlib import Path
 from evener.balancer.number_format import percent, rate, write_share
 from evener.errors import RequestError
 from evener.system.whole_files import write_atomically
-from evener.tui.report.contents import RankedLayout, RunReport, read_report
-from evener.tui.report.figures import (
+
+from ..text.formatting import duration, energy_cells, unbroken
+from .contents import RankedLayout, RunReport, read_report
+from .figures import (
     PICTURES,
     draw_ranking,
     draw_shares,
@@ -20,7 +22,6 @@ from evener.tui.report.figures import (
     figure_module,
     save_sheet,
 )
-from evener.tui.text.formatting import duration, energy_cells, unbroken
 
 REPORT_FORMATS = (".html", ".png", ".svg")
 STYLE = """

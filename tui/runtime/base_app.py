@@ -21,11 +21,12 @@ from evener.balancer.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
-from evener.tui.runtime.probe_session import ProbeSession
-from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
-from evener.tui.text.formatting import plain
-from evener.tui.view.marks import ASCII, UNICODE, Marks
+
+from ..text.formatting import plain
+from ..view.marks import ASCII, UNICODE, Marks
+from .probe_session import ProbeSession
+from .session_thread import SessionEnded, SessionReported, SessionThread
+from .snapshot_publisher import SnapshotPublisher
 
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 

@@ -13,7 +13,8 @@ from textual.message import Message
 from evener.balancer.event_thread import EventThread
 from evener.balancer.events import Event, ProbeProgress
 from evener.errors import EvenerError
-from evener.tui.runtime.crash_log import write_crash_log
+
+from .crash_log import write_crash_log
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever

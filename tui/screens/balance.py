@@ -10,13 +10,14 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from evener.balancer.session_state import SessionState
-from evener.tui.screens.base import PanelScreen
-from evener.tui.screens.dialogs import confirm
-from evener.tui.screens.export import plan_dialog
-from evener.tui.screens.run_dialogs import RunActions, errors_file
-from evener.tui.screens.setup import Setup
-from evener.tui.widgets.balance import BalanceView, LanePanel
-from evener.tui.widgets.choices import Ticks
+
+from ..widgets.balance import BalanceView, LanePanel
+from ..widgets.choices import Ticks
+from .base import PanelScreen
+from .dialogs import confirm
+from .export import plan_dialog
+from .run_dialogs import RunActions, errors_file
+from .setup import Setup
 
 
 class BalanceScreen(RunActions, PanelScreen):

@@ -12,11 +12,12 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from evener.devices.types import Snapshot
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import Line
-from evener.tui.widgets.bars import KeysBar, TopBar, forget_drawn
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel, SortedPanel
+
+from ..runtime.base_app import UsesApp
+from ..view.cells import Line
+from ..widgets.bars import KeysBar, TopBar, forget_drawn
+from ..widgets.lines import Lines
+from ..widgets.lists import ListPanel, SortedPanel
 
 NARROW = 100  # columns of the terminal, below which panels are stacked
 LOW = 30  # rows, below which they have no frames
@@ -55,7 +56,7 @@ class PanelScreen(UsesApp, Screen[None]):
 
     def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False) -> None:
         """A page of text over the screen; what dialogs need is imported when the first one opens."""
-        from evener.tui.screens.dialogs import DetailsDialog
+        from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 

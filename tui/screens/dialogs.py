@@ -13,9 +13,10 @@ from textual.widget import Widget
 from textual.widgets import Button, Input
 
 from evener.errors import EvenerError
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import Line, Span, clean, line, wrap
-from evener.tui.widgets.lines import Lines
+
+from ..runtime.base_app import UsesApp
+from ..view.cells import Line, Span, clean, line, wrap
+from ..widgets.lines import Lines
 
 AnswerT = TypeVar("AnswerT")
 WIDEST = 116  # cells of a wide dialog's text

@@ -15,8 +15,9 @@ from textual.widgets import Input
 
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
-from evener.tui.screens.dialogs import FieldDialog, confirm
-from evener.tui.text.launch_line import launch_hint
+
+from ..text.launch_line import launch_hint
+from .dialogs import FieldDialog, confirm
 
 MOST_ENTRIES = 5000  # of a folder that is searched for completions
 
@@ -104,7 +105,7 @@ def plan_dialog(plan: Plan) -> SaveDialog:
 
 def report_dialog(run: str) -> SaveDialog:
     """Writes the report of a run."""
-    from evener.tui.report.page import REPORT_FORMATS, save_report
+    from ..report.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))
 

@@ -9,14 +9,15 @@ from textual.widget import Widget
 
 from evener.devices.process_signals import read_environment
 from evener.devices.types import Snapshot
-from evener.tui.screens.base import SnapshotScreen, SortedScreen
-from evener.tui.view.cells import Line, Span, line
-from evener.tui.view.details import device_details, environment_lines, process_details
-from evener.tui.view.host_groups import HostRow
-from evener.tui.view.monitor import arrange, host_line, note_line
-from evener.tui.view.processes import identity
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.monitor import DevicePanel, GraphPanel, ProcessPanel
+
+from ..view.cells import Line, Span, line
+from ..view.details import device_details, environment_lines, process_details
+from ..view.host_groups import HostRow
+from ..view.monitor import arrange, host_line, note_line
+from ..view.processes import identity
+from ..widgets.lines import Lines
+from ..widgets.monitor import DevicePanel, GraphPanel, ProcessPanel
+from .base import SnapshotScreen, SortedScreen
 
 _BARS = 3  # rows of the bar on top, the host and the keys
 
@@ -127,7 +128,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def action_signal(self) -> None:
         """Choose a signal for the marked processes, or for the one under the cursor."""
-        from evener.tui.screens.signals import SignalDialog
+        from .signals import SignalDialog
 
         chosen = self.query_one(ProcessPanel).chosen_rows
         there = tuple(row.sample for row in chosen if not row.ended)

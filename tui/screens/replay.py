@@ -13,11 +13,12 @@ from textual.widget import Widget
 from evener.balancer.events import Event
 from evener.balancer.journal import Header
 from evener.balancer.session_state import advance, first_state
-from evener.tui.runtime.run_replay import RunReplay
-from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
-from evener.tui.screens.base import PanelScreen
-from evener.tui.screens.run_dialogs import RunActions, errors_file
-from evener.tui.widgets.balance import BalanceView
+
+from ..runtime.run_replay import RunReplay
+from ..runtime.session_thread import SessionEnded, SessionReported, SessionThread
+from ..widgets.balance import BalanceView
+from .base import PanelScreen
+from .run_dialogs import RunActions, errors_file
 
 
 class ReplayScreen(RunActions, PanelScreen):

@@ -17,13 +17,14 @@ from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError
 from evener.system.state_folders import error_file
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.runtime.run_replay import read_run
-from evener.tui.screens.dialogs import DetailsDialog, FieldDialog
-from evener.tui.screens.export import report_dialog
-from evener.tui.text.formatting import duration, note_words
-from evener.tui.text.parsing import parse_duration
-from evener.tui.view.cells import whole_lines
+
+from ..runtime.base_app import UsesApp
+from ..runtime.run_replay import read_run
+from ..text.formatting import duration, note_words
+from ..text.parsing import parse_duration
+from ..view.cells import whole_lines
+from .dialogs import DetailsDialog, FieldDialog
+from .export import report_dialog
 
 MORE_SECONDS = 300.0
 MOST_ERROR_BYTES = 1 << 20  # of what failing children wrote; the newest are shown

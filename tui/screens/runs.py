@@ -14,18 +14,19 @@ from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.errors import EvenerError
-from evener.tui.runtime.run_replay import read_run, recorded_events
-from evener.tui.screens.base import SortedScreen
-from evener.tui.screens.dialogs import confirm
-from evener.tui.screens.export import plan_dialog
-from evener.tui.screens.replay import ReplayScreen
-from evener.tui.screens.run_dialogs import NoteDialog, RunActions, errors_file
-from evener.tui.text.training_report import training_report
-from evener.tui.view.cells import Line, text_lines
-from evener.tui.view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
-from evener.tui.view.table import Order
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import SortedPanel
+
+from ..runtime.run_replay import read_run, recorded_events
+from ..text.training_report import training_report
+from ..view.cells import Line, text_lines
+from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
+from ..view.table import Order
+from ..widgets.lines import Lines
+from ..widgets.lists import SortedPanel
+from .base import SortedScreen
+from .dialogs import confirm
+from .export import plan_dialog
+from .replay import ReplayScreen
+from .run_dialogs import NoteDialog, RunActions, errors_file
 
 
 class RunPanel(SortedPanel[RunSummary]):

@@ -21,9 +21,11 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.text.formatting import size
-from evener.tui.text.parsing import (
+from evener.workloads import registry
+
+from ..runtime.base_app import UsesApp
+from ..text.formatting import size
+from ..text.parsing import (
     REQUEST_HELP,
     make_request,
     parse_samples,
@@ -31,12 +33,11 @@ from evener.tui.text.parsing import (
     request_fields,
     select_devices,
 )
-from evener.tui.view.cells import Span, clean, cut, line, text_lines
-from evener.tui.view.devices import short_name
-from evener.tui.widgets.choices import OneOf, Ticks
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
-from evener.workloads import registry
+from ..view.cells import Span, clean, cut, line, text_lines
+from ..view.devices import short_name
+from ..widgets.choices import OneOf, Ticks
+from ..widgets.lines import Lines
+from ..widgets.lists import ListPanel
 
 _OWN = "your own"
 SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"

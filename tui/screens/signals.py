@@ -12,8 +12,9 @@ from textual.widgets import Button
 
 from evener.devices.process_signals import send_signal
 from evener.devices.types import ProcessSample
-from evener.tui.screens.dialogs import ConfirmDialog, Dialog, Text
-from evener.tui.view.cells import Line, Span, clean, cut, line
+
+from ..view.cells import Line, Span, clean, cut, line
+from .dialogs import ConfirmDialog, Dialog, Text
 
 MOST_NAMED = 8  # processes; the others are counted
 _MEANINGS = {

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from textual.widget import Widget
 
-from evener.tui.screens.base import SnapshotScreen
-from evener.tui.view.cells import Line
-from evener.tui.view.training_lines import arrange_trainings, training_lines
-from evener.tui.view.trainings import TrainingRow, join_trainings
-from evener.tui.widgets.trainings import CausePanel, RankPanel, TrainingGraphs, TrainingPanel
+from ..view.cells import Line
+from ..view.training_lines import arrange_trainings, training_lines
+from ..view.trainings import TrainingRow, join_trainings
+from ..widgets.trainings import CausePanel, RankPanel, TrainingGraphs, TrainingPanel
+from .base import SnapshotScreen
 
 _BARS = 2  # rows of the bar on top and the keys
 

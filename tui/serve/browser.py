@@ -21,7 +21,8 @@ from importlib.resources import files
 from string import Template
 
 from evener.errors import RequestError, as_request_error
-from evener.tui.serve.address import is_loopback
+
+from .address import is_loopback
 
 try:
     from aiohttp import web

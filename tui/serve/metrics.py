@@ -12,13 +12,14 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from evener.devices.types import Snapshot
 from evener.errors import RequestError, as_request_error
-from evener.tui.serve.address import Address, is_loopback, parse_address
+
+from .address import Address, is_loopback, parse_address
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app
     from prometheus_client.exposition import ThreadingWSGIServer
 
-    from evener.tui.serve.metric_families import metric_families
+    from .metric_families import metric_families
 except ImportError:
     raise RequestError("Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'.") from None
 

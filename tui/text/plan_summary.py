@@ -9,8 +9,9 @@ from evener.balancer.result.gains import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.types import Interval
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
-from evener.tui.text.formatting import energy_cells, folded, plain
-from evener.tui.text.tables import align
+
+from .formatting import energy_cells, folded, plain
+from .tables import align
 
 
 def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:

@@ -8,7 +8,8 @@ from evener.balancer.events import Event, Observed, ProbeProgress, Started
 from evener.balancer.number_format import half_width, percent, rate, write_share
 from evener.balancer.session_state import SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
-from evener.tui.text.formatting import duration, plain
+
+from .formatting import duration, plain
 
 DOUBTS = {  # about one measurement, behind its figure
     "not_finite": "loss not finite",

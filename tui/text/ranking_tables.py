@@ -17,10 +17,11 @@ from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
-from evener.tui.text.formatting import energy_cells, plain, size
-from evener.tui.text.progress import outcome_name, share_words
-from evener.tui.text.tables import Table
 from evener.workloads.profiling import Transfer
+
+from .formatting import energy_cells, plain, size
+from .progress import outcome_name, share_words
+from .tables import Table
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 MOST_TRANSFERS = 8  # of each profile, the slowest first

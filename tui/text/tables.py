@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from evener.tui.text.formatting import folded, plain
+from .formatting import folded, plain
 
 Form = Literal["table", "csv", "markdown"]
 

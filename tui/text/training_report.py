@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from evener.balancer.number_format import rate
 from evener.balancer.store.trainings import TrainingRecord
 from evener.live.journal import ChangeEntry, EndEntry, SpeedEntry, StartEntry
-from evener.tui.text.formatting import count_words, duration, plain
+
+from .formatting import count_words, duration, plain
 
 LATEST = 1e11  # seconds since the epoch that a date can be made of
 WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the last line

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from evener.tui.text.tables import align
 from evener.workloads import registry
+
+from .tables import align
 
 CONTRACT = """\
 Your own model: --workload train.py:build, or package.module:build. Each measuring process imports the file, calls

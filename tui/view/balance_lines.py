@@ -10,11 +10,12 @@ from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
-from evener.tui.text.formatting import duration
-from evener.tui.text.progress import layout_words, left_words, outcome_words, share_words
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
-from evener.tui.view.charts import bar
-from evener.tui.view.marks import Marks
+
+from ..text.formatting import duration
+from ..text.progress import layout_words, left_words, outcome_words, share_words
+from .cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
+from .charts import bar
+from .marks import Marks
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
 MOST_NAMED = 6  # devices of a layout; the others are counted

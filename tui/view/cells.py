@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
-from evener.tui.text.formatting import NO_BREAK, plain, unbroken
+from ..text.formatting import NO_BREAK, plain, unbroken
 
 DeviceTone = Literal["device0", "device1", "device2", "device3", "device4", "device5", "device6", "device7"]
 Tone = Literal[

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from evener.tui.view.cells import Span, Tone
-from evener.tui.view.marks import Marks
+from .cells import Span, Tone
+from .marks import Marks
 
 
 def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[Span, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 
 from evener.balancer.number_format import percent, rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, State
-from evener.tui.text.formatting import duration, size
-from evener.tui.view.cells import Line, Span, Tone, clean, line, text_lines, whole_lines
-from evener.tui.view.devices import memory_tone
-from evener.tui.view.figures import (
+
+from ..text.formatting import duration, size
+from .cells import Line, Span, Tone, clean, line, text_lines, whole_lines
+from .devices import memory_tone
+from .figures import (
     STATE_WORDS,
     celsius,
     fraction,

@@ -10,9 +10,10 @@ import msgspec
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
-from evener.tui.view.charts import bar, nice_ceiling, spark, work_bar
-from evener.tui.view.figures import (
+
+from .cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
+from .charts import bar, nice_ceiling, spark, work_bar
+from .figures import (
     figure,
     fraction,
     gib,
@@ -24,9 +25,9 @@ from evener.tui.view.figures import (
     traffic,
     whole,
 )
-from evener.tui.view.host_groups import HostRow, draw_host
-from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
+from .host_groups import HostRow, draw_host
+from .marks import Marks
+from .table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 

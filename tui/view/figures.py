@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State, value
-from evener.tui.view.cells import Span, Tone, cells
-from evener.tui.view.marks import Marks
+
+from .cells import Span, Tone, cells
+from .marks import Marks
 
 GIB = 1024.0**3
 STATE_WORDS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evener.tui.view.cells import Line, Span, Tone, pad, span_cells
-from evener.tui.view.charts import graph
-from evener.tui.view.marks import Marks
+from .cells import Line, Span, Tone, pad, span_cells
+from .charts import graph
+from .marks import Marks
 
 
 class Graph(NamedTuple):

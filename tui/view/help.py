@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.tui.view.cells import Line, Span, Tone, line, text_lines, wrap
-from evener.tui.view.marks import Marks
+from .cells import Line, Span, Tone, line, text_lines, wrap
+from .marks import Marks
 
 _KEYS = {
     "Everywhere": (

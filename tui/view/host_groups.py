@@ -8,9 +8,10 @@ import msgspec
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
-from evener.tui.view.cells import Line, Span, clean, cut, pad, span_cells
-from evener.tui.view.figures import gib
-from evener.tui.view.marks import Marks
+
+from .cells import Line, Span, clean, cut, pad, span_cells
+from .figures import gib
+from .marks import Marks
 
 
 class HostRow(msgspec.Struct, frozen=True):

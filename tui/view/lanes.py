@@ -14,12 +14,13 @@ from evener.balancer.session_state import (
     own_speed,
 )
 from evener.devices.types import DeviceSample
-from evener.tui.text.formatting import duration
-from evener.tui.text.progress import share_words
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
-from evener.tui.view.devices import DEVICE_COLUMNS, DeviceRow
-from evener.tui.view.marks import Marks
-from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines
+
+from ..text.formatting import duration
+from ..text.progress import share_words
+from .cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
+from .devices import DEVICE_COLUMNS, DeviceRow
+from .marks import Marks
+from .table import NO_CURSOR, Column, Grid, Position, table_lines
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too

@@ -8,15 +8,16 @@ import msgspec
 
 from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, Snapshot
-from evener.tui.text.formatting import size
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, line, span_cells, spread
-from evener.tui.view.charts import bar, nice_ceiling
-from evener.tui.view.details import reading_words
-from evener.tui.view.devices import DeviceRow
-from evener.tui.view.figures import celsius, gib, percents, samples_rate, short, watts
-from evener.tui.view.graphs import Graph, draw_graphs
-from evener.tui.view.host_groups import HostRow, PanelRow
-from evener.tui.view.marks import Marks
+
+from ..text.formatting import size
+from .cells import Line, Span, Tone, cells, clean, cut, line, span_cells, spread
+from .charts import bar, nice_ceiling
+from .details import reading_words
+from .devices import DeviceRow
+from .figures import celsius, gib, percents, samples_rate, short, watts
+from .graphs import Graph, draw_graphs
+from .host_groups import HostRow, PanelRow
+from .marks import Marks
 
 History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
 Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds

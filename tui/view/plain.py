@@ -9,16 +9,17 @@ import msgspec
 
 from evener.devices.registry import name_maker
 from evener.devices.types import Snapshot
-from evener.tui.view.cells import Line, Tone, clean, text_lines
-from evener.tui.view.devices import DeviceRow, device_lines
-from evener.tui.view.marks import Marks
-from evener.tui.view.monitor import host_line
-from evener.tui.view.processes import PROCESSES, nothing_there, process_rows
-from evener.tui.view.ranks import work_by_device
-from evener.tui.view.table import Order, table_lines
+
+from .cells import Line, Tone, clean, text_lines
+from .devices import DeviceRow, device_lines
+from .marks import Marks
+from .monitor import host_line
+from .processes import PROCESSES, nothing_there, process_rows
+from .ranks import work_by_device
+from .table import Order, table_lines
 
 if TYPE_CHECKING:
-    from evener.tui.view.trainings import TrainingRow
+    from .trainings import TrainingRow
 
 _CODES: dict[Tone, str] = {
     "dim": "2",
@@ -64,7 +65,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
     """The trainings; what joins them is imported if there are any."""
     if not snapshot.reports:
         return ()
-    from evener.tui.view.trainings import join_trainings
+    from .trainings import join_trainings
 
     return join_trainings(snapshot)
 
@@ -74,7 +75,7 @@ def _training_parts(snapshot: Snapshot, width: int, marks: Marks) -> Iterator[Li
     rows = _join(snapshot)
     if not rows:
         return
-    from evener.tui.view.training_lines import rank_table, training_lines, training_table
+    from .training_lines import rank_table, training_lines, training_table
 
     yield Line()
     yield from training_table(rows, width, len(rows) + 1, marks)[0]

@@ -9,10 +9,11 @@ import msgspec
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
-from evener.tui.view.cells import Span, Tone, clean, cut
-from evener.tui.view.figures import figure, run_time, short, short_bytes, whole
-from evener.tui.view.marks import Marks
-from evener.tui.view.table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
+
+from .cells import Span, Tone, clean, cut
+from .figures import figure, run_time, short, short_bytes, whole
+from .marks import Marks
+from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 NO_TRAINING = "No training reports itself here (evener.report; in Keras Report(split))."
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start

@@ -11,8 +11,9 @@ from evener.balancer.number_format import milliseconds, percent
 from evener.devices.host.training_rates import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training
-from evener.tui.text.formatting import duration
-from evener.tui.view.cells import clean
+
+from ..text.formatting import duration
+from .cells import clean
 
 SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named

@@ -10,11 +10,12 @@ from evener.balancer.events import Finished
 from evener.balancer.number_format import rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
-from evener.tui.text.formatting import duration, note_words
-from evener.tui.view.balance_lines import rival_lines, share_lines, warning_lines
-from evener.tui.view.cells import Line, Span, Tone, clean, cut, line, text_lines
-from evener.tui.view.marks import Marks
-from evener.tui.view.table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
+
+from ..text.formatting import duration, note_words
+from .balance_lines import rival_lines, share_lines, warning_lines
+from .cells import Line, Span, Tone, clean, cut, line, text_lines
+from .marks import Marks
+from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",

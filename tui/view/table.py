@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, fit, pad, span_cells
-from evener.tui.view.marks import Marks
+from .cells import Line, Span, Tone, cells, clean, cut, fit, pad, span_cells
+from .marks import Marks
 
 RowT = TypeVar("RowT")
 _BETWEEN = Span(" ")  # two columns

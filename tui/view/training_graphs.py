@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample
-from evener.tui.view.cells import Line, text_lines
-from evener.tui.view.charts import nice_ceiling
-from evener.tui.view.figures import samples_rate, short, watts
-from evener.tui.view.graphs import Graph, draw_graphs
-from evener.tui.view.marks import Marks
-from evener.tui.view.monitor import History
-from evener.tui.view.trainings import TrainingRow
+
+from .cells import Line, text_lines
+from .charts import nice_ceiling
+from .figures import samples_rate, short, watts
+from .graphs import Graph, draw_graphs
+from .marks import Marks
+from .monitor import History
+from .trainings import TrainingRow
 
 LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
 GOOD_HEIGHT = 8  # from which they are stacked, for longer histories

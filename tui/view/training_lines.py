@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 from evener.balancer.number_format import milliseconds, percent, rate, write_share
 from evener.live.files import ShareChange
-from evener.tui.text.formatting import count_words, duration
-from evener.tui.view.cells import Line, Span, Tone, cells, clean, cut, text_lines
-from evener.tui.view.charts import work_bar
-from evener.tui.view.marks import Marks
-from evener.tui.view.processes import NO_TRAINING
-from evener.tui.view.ranks import AT, RankRow
-from evener.tui.view.table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
-from evener.tui.view.trainings import TrainingRow
+
+from ..text.formatting import count_words, duration
+from .cells import Line, Span, Tone, cells, clean, cut, text_lines
+from .charts import work_bar
+from .marks import Marks
+from .processes import NO_TRAINING
+from .ranks import AT, RankRow
+from .table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
+from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WHOLE_PERCENT = 0.005  # an error below isn't shown

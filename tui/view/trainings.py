@@ -12,7 +12,8 @@ from evener.plan.layout import is_curve
 from evener.plan.solver import join_curves, proportional_curves
 from evener.shares.curves import Curve
 from evener.training.rebalance import Advice, advise
-from evener.tui.view.ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
+
+from .ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks
 
 MOST_ROWS = 1 << 24  # of a step for which shares are looked for
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5

@@ -10,13 +10,14 @@ from textual.widget import Widget
 
 from evener.balancer.session_state import SessionState, curves
 from evener.devices.types import DeviceSample
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
-from evener.tui.view.cells import clean
-from evener.tui.view.lanes import lane_lines
-from evener.tui.widgets.curves import CurvePlot
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
+
+from ..runtime.base_app import UsesApp
+from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
+from ..view.cells import clean
+from ..view.lanes import lane_lines
+from .curves import CurvePlot
+from .lines import Lines
+from .lists import ListPanel
 
 LEAST_CHART = 7  # rows that a readable curve needs
 LEAST_SEARCH = 5  # rows for the search: what it does, how far it is, the latest measurements

@@ -9,8 +9,8 @@ from contextlib import suppress
 from textual.dom import DOMNode
 from textual.widgets import Footer
 
-from evener.tui.view.monitor import status_texts, top_line
-from evener.tui.widgets.lines import Lines
+from ..view.monitor import status_texts, top_line
+from .lines import Lines
 
 SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "trainings": "Trainings"}
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from evener.tui.view.cells import Line, Span, clean, cut, line, pad, span_cells
-from evener.tui.view.table import window
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
+from ..view.cells import Line, Span, clean, cut, line, pad, span_cells
+from ..view.table import window
+from .lines import Lines
+from .lists import ListPanel
 
 
 class Ticks(ListPanel[tuple[str, str]]):

@@ -9,11 +9,12 @@ from rich.text import Text
 from textual_plotext import PlotextPlot
 
 from evener.balancer.session_state import CurvePoints
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import DEVICE_TONES
-from evener.tui.view.charts import axis_ticks
-from evener.tui.view.figures import short
-from evener.tui.view.marks import to_ascii
+
+from ..runtime.base_app import UsesApp
+from ..view.cells import DEVICE_TONES
+from ..view.charts import axis_ticks
+from ..view.figures import short
+from ..view.marks import to_ascii
 
 TICKS = 5
 FRAMED = 10  # rows, below which only the two axes are drawn

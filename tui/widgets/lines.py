@@ -17,8 +17,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from evener.tui.runtime.base_app import UsesApp
-from evener.tui.view.cells import BLANK, Line, join_spans
+from ..runtime.base_app import UsesApp
+from ..view.cells import BLANK, Line, join_spans
 
 # theme variables of tones that have none of their own; classes of CSS would be matched again and again for each widget
 _VARIABLES = {

@@ -9,10 +9,10 @@ from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
-from evener.tui.view.cells import Span
-from evener.tui.view.marks import Marks
-from evener.tui.view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines
-from evener.tui.widgets.lines import Lines
+from ..view.cells import Span
+from ..view.marks import Marks
+from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines
+from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):

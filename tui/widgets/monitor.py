@@ -7,14 +7,15 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
-from evener.tui.view.devices import device_lines, short_name
-from evener.tui.view.host_groups import HostRow, PanelRow, group_rows
-from evener.tui.view.monitor import graph_lines, panel_rows
-from evener.tui.view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
-from evener.tui.view.ranks import work_by_device
-from evener.tui.view.table import Order, Position
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel, SortedPanel
+
+from ..view.devices import device_lines, short_name
+from ..view.host_groups import HostRow, PanelRow, group_rows
+from ..view.monitor import graph_lines, panel_rows
+from ..view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
+from ..view.ranks import work_by_device
+from ..view.table import Order, Position
+from .lines import Lines
+from .lists import ListPanel, SortedPanel
 
 STAY_SECONDS = 4.0  # for which a process that has ended keeps its row
 

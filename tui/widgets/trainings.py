@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.devices.types import Snapshot
-from evener.tui.view.cells import clean
-from evener.tui.view.ranks import RankRow
-from evener.tui.view.training_graphs import training_graph_lines
-from evener.tui.view.training_lines import rank_table, training_lines, training_table
-from evener.tui.view.trainings import TrainingRow
-from evener.tui.widgets.lines import Lines
-from evener.tui.widgets.lists import ListPanel
+
+from ..view.cells import clean
+from ..view.ranks import RankRow
+from ..view.training_graphs import training_graph_lines
+from ..view.training_lines import rank_table, training_lines, training_table
+from ..view.trainings import TrainingRow
+from .lines import Lines
+from .lists import ListPanel
 
 
 class TrainingPanel(ListPanel[TrainingRow]):

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener.workloads.profiling import Event
+from ..profiling import Event
 
 COPIES = ("Memcpy", "nccl")
 SENT = re.compile(r":_(Host)?Send$")

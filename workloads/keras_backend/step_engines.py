@@ -26,7 +26,8 @@ from evener.keras_split.engines.multiworker import Workers
 from evener.keras_split.engines.towers import Towers
 from evener.keras_split.nested_rows import OwnRows
 from evener.keras_split.split import Split
-from evener.workloads.protocol import Place
+
+from ..protocol import Place
 
 
 class SingleDeviceEngine:

@@ -13,10 +13,11 @@ import keras
 import numpy as np
 
 from evener.errors import RequestError
-from evener.workloads import user_code
-from evener.workloads.keras_backend.batches import Rows, Stream, as_training_data
-from evener.workloads.keras_backend.workload import KerasWorkload
-from evener.workloads.protocol import Place, Workload
+
+from .. import user_code
+from ..protocol import Place, Workload
+from .batches import Rows, Stream, as_training_data
+from .workload import KerasWorkload
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:

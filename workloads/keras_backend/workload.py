@@ -16,11 +16,12 @@ import tensorflow as tf
 from evener.keras_split.compatibility import all_layers
 from evener.keras_split.digest import model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
-from evener.workloads.keras_backend.batches import Rows, SampleBatch, Stream, as_arrays, pool
-from evener.workloads.keras_backend.kernel_limits import check_rows
-from evener.workloads.keras_backend.step_engines import SingleDeviceEngine, choose_engine
-from evener.workloads.memory import GpuMemory, MemoryMeter
-from evener.workloads.protocol import Place
+
+from ..memory import GpuMemory, MemoryMeter
+from ..protocol import Place
+from .batches import Rows, SampleBatch, Stream, as_arrays, pool
+from .kernel_limits import check_rows
+from .step_engines import SingleDeviceEngine, choose_engine
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
 

@@ -22,7 +22,8 @@ from evener.torch_split.loader import Loader, StepListener, check_options, count
 from evener.torch_split.nested_batch import each_item, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.training.dealing import Dealer
-from evener.workloads.torch_backend.samplers import (
+
+from .samplers import (
     CountedEndlessSampler,
     CountedLengthSampler,
     CountedSampler,

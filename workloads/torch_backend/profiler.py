@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evener.workloads.profiling import Event
+from ..profiling import Event
 
 MOVES = ("Memcpy", "ncclDevKernel", "ncclKernel", "gloo:")
 

@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from evener.errors import RequestError
-from evener.workloads.torch_backend.batches import Data
-from evener.workloads.torch_backend.workload import Recipe
+
+from .batches import Data
+from .workload import Recipe
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:

@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader
 
 from evener.errors import RequestError
 from evener.torch_split.loader import Loader
-from evener.workloads import user_code
-from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.batches import Data
-from evener.workloads.torch_backend.samplers import read_lengths
-from evener.workloads.torch_backend.trainer_model import find_recipe
-from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
+
+from .. import user_code
+from ..protocol import Place, Workload
+from .batches import Data
+from .samplers import read_lengths
+from .trainer_model import find_recipe
+from .workload import Recipe, TorchWorkload
 
 _FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
 _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")

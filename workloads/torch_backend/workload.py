@@ -30,9 +30,10 @@ from evener.torch_split.process import fetching_threads
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.wrapped import Exchanged, watch, wrap_module
 from evener.training.dealing import Dealer
-from evener.workloads.memory import GpuMemory, MemoryMeter
-from evener.workloads.protocol import Place
-from evener.workloads.torch_backend.batches import Batches, Data, PoolData, SampleBatch, as_pair
+
+from ..memory import GpuMemory, MemoryMeter
+from ..protocol import Place
+from .batches import Batches, Data, PoolData, SampleBatch, as_pair
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 

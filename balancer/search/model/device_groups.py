@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from evener.balancer.search.model.evidence import DeviceEvidence
-from evener.balancer.search.model.step_time import LEAST_ERROR, SAME_BATCH, Point
+from .evidence import DeviceEvidence
+from .step_time import LEAST_ERROR, SAME_BATCH, Point
 
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
 BATCH_ERRORS = 4.0  # the same for a single batch

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import msgspec
 
-from evener.balancer.search.model.memory import Memory
-from evener.balancer.search.model.step_time import Point, fit_curve
-from evener.balancer.search.statistics import relative_error
-from evener.balancer.types import Failed, Observation, OutOfMemory, Stage, Timed
+from ...types import Failed, Observation, OutOfMemory, Stage, Timed
+from ..statistics import relative_error
+from .memory import Memory
+from .step_time import Point, fit_curve
 
 
 class Store(Protocol):

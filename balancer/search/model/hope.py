@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from evener.balancer.search.model.step_time import Point, merge_points
 from evener.shares.curves import Curve
+
+from .step_time import Point, merge_points
 
 BENT = 1.1  # times: slopes that differ by less are one slope
 RISEN = 0.03  # relative: times that differ by less are level

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import msgspec
 
-from evener.balancer.types import OutOfMemory, Timed
+from ...types import OutOfMemory, Timed
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up
 BLIND_GROWTH = 8  # from one batch to the next if memory is unknown or its line unsure

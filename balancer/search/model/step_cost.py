@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from evener.balancer.search.model.regression import fit_rates
 from evener.shares.costs import Cost, Work
+
+from .regression import fit_rates
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
 FEWEST_POINTS = 3

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from evener.balancer.search.model.regression import rising_line
 from evener.shares.curves import Curve
+
+from .regression import rising_line
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.search.model.regression import rising_line
+from .regression import rising_line
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds

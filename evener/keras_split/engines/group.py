@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.engines.early_sums import divide_sums
+from ...errors import RequestError
+from .early_sums import divide_sums
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so

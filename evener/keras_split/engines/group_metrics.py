@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import overrides, warn_summed_metrics
-from evener.keras_split.engines.keras_step import update_metrics
-from evener.keras_split.nested_rows import Tensors, pad_rows
+from ..compatibility import overrides, warn_summed_metrics
+from ..nested_rows import Tensors, pad_rows
+from .keras_step import update_metrics
 
 LARGEST_ROW = 1 << 16  # bytes of a row's outputs that are sent
 

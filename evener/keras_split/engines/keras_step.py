@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import all_layers, check_assigned, warn
-from evener.keras_split.nested_rows import Tensors
-from evener.keras_split.part_kinds import SUM, PartKinds
+from ..compatibility import all_layers, check_assigned, warn
+from ..nested_rows import Tensors
+from ..part_kinds import SUM, PartKinds
 
 in_step = ContextVar("in_step", default=False)  # True while an engine calls the model
 

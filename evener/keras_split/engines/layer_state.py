@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from evener.keras_split.compatibility import warn_inner_metric
-from evener.keras_split.engines.keras_step import main_part
-from evener.keras_split.part_kinds import ROWS, SAME, SUM, PartKinds
+from ..compatibility import warn_inner_metric
+from ..part_kinds import ROWS, SAME, SUM, PartKinds
+from .keras_step import main_part
 
 CHAINED, ADDED = "chained", "added"
 SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no two draw the same

@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.compatibility import check_mask
-from evener.keras_split.engines.keras_step import call_model, update_metrics
-from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, take_rows
+from ..batch_bounds import Cut
+from ..compatibility import check_mask
+from ..nested_rows import Tensors, count_rows, cut_rows, take_rows
+from .keras_step import call_model, update_metrics
 
 ONLY_ROWS = "evener_rows"  # names the y of data without labels, which counts the rows of x
 

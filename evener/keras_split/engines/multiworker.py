@@ -13,19 +13,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.engines.group import Group
-from evener.keras_split.engines.group_metrics import StepMetrics
-from evener.keras_split.engines.keras_step import apply_gradients, call_model, main_part, part_of_loss, scale_loss
-from evener.keras_split.engines.layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
-from evener.keras_split.engines.passes import DevicePasses, PassSums
-from evener.keras_split.loss_kinds import count_all
-from evener.keras_split.nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
-from evener.keras_split.part_kinds import COUNTS, PartKinds
-from evener.keras_split.rebalancing import GroupRebalancer
-from evener.keras_split.same_data import digest_labels, refuse_other
-from evener.keras_split.work_times import WorkTimes
-from evener.live.reporter import Details
+from ...live.reporter import Details
+from ..batch_bounds import Cut
+from ..loss_kinds import count_all
+from ..nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
+from ..part_kinds import COUNTS, PartKinds
+from ..rebalancing import GroupRebalancer
+from ..same_data import digest_labels, refuse_other
+from ..work_times import WorkTimes
+from .group import Group
+from .group_metrics import StepMetrics
+from .keras_step import apply_gradients, call_model, main_part, part_of_loss, scale_loss
+from .layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
+from .passes import DevicePasses, PassSums
 
 
 class Workers:

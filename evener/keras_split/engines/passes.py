@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.keras_split.engines.keras_step import call_on_copies, main_part, part_of_loss, scale_loss
-from evener.keras_split.engines.layer_state import StateUpdate, StepStates
-from evener.keras_split.nested_rows import Tensors, cut_rows, take_rows
-from evener.keras_split.part_kinds import PartKinds
+from ..nested_rows import Tensors, cut_rows, take_rows
+from ..part_kinds import PartKinds
+from .keras_step import call_on_copies, main_part, part_of_loss, scale_loss
+from .layer_state import StateUpdate, StepStates
 
 HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
 

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from evener.errors import RequestError
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.dealt_arrays import DealtArrays, cut_pieces, pad_steps
-from evener.keras_split.engines.keras_step import (
+from ...errors import RequestError
+from ..batch_bounds import Cut
+from ..dealt_arrays import DealtArrays, cut_pieces, pad_steps
+from ..nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
+from ..part_kinds import PartKinds
+from .keras_step import (
     apply_gradients,
     call_on_copies,
     loss_with,
@@ -27,10 +29,8 @@ from evener.keras_split.engines.keras_step import (
     update_metrics,
     weigh_added,
 )
-from evener.keras_split.engines.layer_state import StateUpdate, StepStates, assign_updates
-from evener.keras_split.engines.passes import DevicePasses, PassSums
-from evener.keras_split.nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
-from evener.keras_split.part_kinds import PartKinds
+from .layer_state import StateUpdate, StepStates, assign_updates
+from .passes import DevicePasses, PassSums
 
 
 class Tower(NamedTuple):

@@ -18,14 +18,15 @@ from evener.balancer.request import Job, Request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
-from evener.tui.cli.options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
-from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
-from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, plain, size
-from evener.tui.text.parsing import REQUEST_HELP, parse_budget, parse_duration
-from evener.tui.text.plan_summary import summary_lines
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import align
+
+from ...text.formatting import duration, plain, size
+from ...text.parsing import REQUEST_HELP, parse_budget, parse_duration
+from ...text.plan_summary import summary_lines
+from ...text.safe_documents import json_text
+from ...text.tables import align
+from ..options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
+from ..session_runner import result_json, run_session, stopped_by_signals
+from ..streams import terminal_columns
 
 MILLISECONDS_BELOW = 9.95  # seconds, up to which a step is given in milliseconds
 app = typer.Typer()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from evener.tui.runtime.snapshot_publisher import open_publisher
+from ...runtime.snapshot_publisher import open_publisher
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
@@ -14,7 +14,7 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
 
     RequestError and DeviceError say at once what is wrong with a request that every visitor's app would refuse.
     """
-    from evener.tui.serve.browser import serve_browser
+    from ...serve.browser import serve_browser
 
     replay = look.get("--replay")
     publisher, _ = open_publisher(devices, replay if isinstance(replay, Path) else None)

@@ -15,7 +15,20 @@ from evener.balancer.layout_profile import LayoutProfile, profile_ranking
 from evener.balancer.request import Job, Request
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
-from evener.tui.cli.options import (
+
+from ...text.formatting import folded, plain
+from ...text.parsing import check_one_form, parse_words
+from ...text.ranking_tables import (
+    packing_tables,
+    ranking_json,
+    ranking_table,
+    scaling_table,
+    transfer_json,
+    transfer_tables,
+)
+from ...text.safe_documents import json_text
+from ...text.tables import Form, csv_text
+from ..options import (
     SEARCH,
     TRAINING,
     WHAT,
@@ -24,20 +37,8 @@ from evener.tui.cli.options import (
     JsonOption,
     takes_request,
 )
-from evener.tui.cli.session_runner import result_json, run_session, stopped_by_signals
-from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import folded, plain
-from evener.tui.text.parsing import check_one_form, parse_words
-from evener.tui.text.ranking_tables import (
-    packing_tables,
-    ranking_json,
-    ranking_table,
-    scaling_table,
-    transfer_json,
-    transfer_tables,
-)
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import Form, csv_text
+from ..session_runner import result_json, run_session, stopped_by_signals
+from ..streams import terminal_columns
 
 app = typer.Typer()
 

@@ -11,12 +11,13 @@ import typer
 from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.plan.file import Format, to_json, to_toml
-from evener.tui.cli.options import RunName
-from evener.tui.cli.output_files import check_new, check_plan_file, check_replaceable
-from evener.tui.report.page import save_report
-from evener.tui.text.formatting import plain
-from evener.tui.text.launch_line import launch_hint
-from evener.tui.text.safe_documents import harmless_json, toml_text
+
+from ...report.page import save_report
+from ...text.formatting import plain
+from ...text.launch_line import launch_hint
+from ...text.safe_documents import harmless_json, toml_text
+from ..options import RunName
+from ..output_files import check_new, check_plan_file, check_replaceable
 
 ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
 app = typer.Typer()

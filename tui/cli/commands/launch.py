@@ -12,11 +12,12 @@ import typer
 
 from evener.balancer.number_format import write_share
 from evener.errors import RequestError
-from evener.tui.cli.options import RayAddressOption
-from evener.tui.launch.job import HostJob, make_job
-from evener.tui.text.formatting import duration, plain
-from evener.tui.text.launch_line import write_line
-from evener.tui.text.parsing import parse_duration
+
+from ...launch.job import HostJob, make_job
+from ...text.formatting import duration, plain
+from ...text.launch_line import write_line
+from ...text.parsing import parse_duration
+from ..options import RayAddressOption
 
 app = typer.Typer()
 
@@ -52,11 +53,11 @@ def launch(
     if ray and host is not None:
         raise RequestError("--host says which host this is, and --ray starts all of them.", "Give one of them.")
     if ray:
-        from evener.tui.launch.cluster import launch_on_cluster
+        from ...launch.cluster import launch_on_cluster
 
         return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
-    from evener.tui.launch.output import named_output
-    from evener.tui.launch.restarts import run_job, say
+    from ...launch.output import named_output
+    from ...launch.restarts import run_job, say
 
     job = make_job(plan, script, host, rendezvous, wait_seconds)
     if rendezvous is None:

@@ -15,10 +15,11 @@ from evener.devices.limits import write_limit
 from evener.devices.terms import parse_request
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.tui.cli.options import DevicesOption, JsonOption, RayAddressOption
-from evener.tui.text.formatting import plain, size
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import align
+
+from ...text.formatting import plain, size
+from ...text.safe_documents import json_text
+from ...text.tables import align
+from ..options import DevicesOption, JsonOption, RayAddressOption
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
 app = typer.Typer()

@@ -20,7 +20,14 @@ from evener.devices.recording import Recorder, Recording
 from evener.devices.registry import find_backend
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
-from evener.tui.cli.options import (
+
+from ...text.formatting import plain
+from ...text.parsing import parse_duration, parse_indices
+from ...text.safe_documents import json_text
+from ...text.tables import csv_text
+from ...view.marks import ASCII, UNICODE, Marks
+from ...view.plain import snapshot_document, snapshot_text
+from ..options import (
     OUTPUT,
     AsciiOption,
     DevicesOption,
@@ -29,13 +36,7 @@ from evener.tui.cli.options import (
     ReplayOption,
     ThemeOption,
 )
-from evener.tui.cli.streams import draws_screens
-from evener.tui.text.formatting import plain
-from evener.tui.text.parsing import parse_duration, parse_indices
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import csv_text
-from evener.tui.view.marks import ASCII, UNICODE, Marks
-from evener.tui.view.plain import snapshot_document, snapshot_text
+from ..streams import draws_screens
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
@@ -70,7 +71,7 @@ def monitor(
     chosen = parse_indices(only)
     serving = _metrics_server(metrics, metrics_public, once)
     if not (once or as_json or as_csv or interval or record) and draws_screens():
-        from evener.tui.app.start import run_app
+        from ...app.start import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
         raise typer.Exit(
@@ -109,7 +110,7 @@ def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
         return contextlib.nullcontext
     if once:
         raise RequestError("--once ends before anybody can ask for metrics.", "Leave out --once or --metrics.")
-    from evener.tui.serve.metrics import parse_metrics_address, serving_metrics
+    from ...serve.metrics import parse_metrics_address, serving_metrics
 
     return partial(serving_metrics, parse_metrics_address(address, public))
 

@@ -19,13 +19,14 @@ from evener.balancer.result.words import say_all
 from evener.balancer.types import Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
-from evener.tui.cli.options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
-from evener.tui.cli.session_runner import stopped_by_signals
-from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, energy_cells, plain, size
-from evener.tui.text.parsing import check_one_form, parse_duration
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import Table, csv_text
+
+from ...text.formatting import duration, energy_cells, plain, size
+from ...text.parsing import check_one_form, parse_duration
+from ...text.safe_documents import json_text
+from ...text.tables import Table, csv_text
+from ..options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
+from ..session_runner import stopped_by_signals
+from ..streams import terminal_columns
 
 LONGEST_SECONDS = 86_400.0
 TOGETHER = "together"

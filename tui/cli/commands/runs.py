@@ -14,15 +14,16 @@ from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trainings import TrainingRecord
 from evener.errors import RequestError
-from evener.tui.cli.options import JsonOption, RunName
-from evener.tui.cli.streams import terminal_columns
-from evener.tui.text.formatting import duration, folded, note_words, plain
-from evener.tui.text.parsing import parse_duration, parse_words
-from evener.tui.text.plan_summary import summary_lines
-from evener.tui.text.progress import observation_words
-from evener.tui.text.safe_documents import json_text
-from evener.tui.text.tables import align
-from evener.tui.text.training_report import training_report
+
+from ...text.formatting import duration, folded, note_words, plain
+from ...text.parsing import parse_duration, parse_words
+from ...text.plan_summary import summary_lines
+from ...text.progress import observation_words
+from ...text.safe_documents import json_text
+from ...text.tables import align
+from ...text.training_report import training_report
+from ..options import JsonOption, RunName
+from ..streams import terminal_columns
 
 _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "workload": lambda one: one.workload,

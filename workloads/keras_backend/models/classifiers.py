@@ -14,9 +14,10 @@ import numpy as np
 from keras import layers
 
 from evener.errors import RequestError
-from evener.workloads.datasets import digits, grey_noise, sine_waves, stripes
-from evener.workloads.keras_backend.workload import KerasWorkload
-from evener.workloads.protocol import Place, Workload
+
+from ...datasets import digits, grey_noise, sine_waves, stripes
+from ...protocol import Place, Workload
+from ..workload import KerasWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)

@@ -18,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.workloads.keras_backend.pipeline_stages import Stage, StagedPass, added
-from evener.workloads.keras_backend.step_engines import SingleDeviceEngine
-from evener.workloads.keras_backend.workload import KerasWorkload
-from evener.workloads.protocol import Place, Workload
+
+from ...protocol import Place, Workload
+from ..pipeline_stages import Stage, StagedPass, added
+from ..step_engines import SingleDeviceEngine
+from ..workload import KerasWorkload
 
 PLACEMENTS = ("single", "towers", "alternate")
 TOWERS = ("user", "item")

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.errors import RequestError
-from evener.workloads.datasets import digits, grey_noise, sine_waves
-from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.workload import Lay, Recipe, TorchWorkload
+
+from ...datasets import digits, grey_noise, sine_waves
+from ...protocol import Place, Workload
+from ..workload import Lay, Recipe, TorchWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 GROUPS = 8  # of GroupNorm

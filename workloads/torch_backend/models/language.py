@@ -11,10 +11,10 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from evener.workloads.datasets import text_lengths
-from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.batches import Data
-from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
+from ...datasets import text_lengths
+from ...protocol import Place, Workload
+from ..batches import Data
+from ..workload import Recipe, TorchWorkload
 
 PADDING = 0  # the token that is none
 IGNORED = -100  # the target that cross-entropy leaves out

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
-from evener.workloads.datasets import stripes
-from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, conv_blocks, lay_for
-from evener.workloads.torch_backend.workload import Lay, TorchWorkload
+
+from ...datasets import stripes
+from ...protocol import Place, Workload
+from ..workload import Lay, TorchWorkload
+from .classifiers import as_tensors, classifier, conv_blocks, lay_for
 
 FIRST_CHANNELS = (16, 32)
 SECOND_CHANNELS = (128, 256, 512)

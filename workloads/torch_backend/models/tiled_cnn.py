@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import RequestError
-from evener.workloads.datasets import stripes
-from evener.workloads.protocol import Place, Workload
-from evener.workloads.torch_backend.models.classifiers import as_tensors, classifier, conv_blocks, lay_for
-from evener.workloads.torch_backend.tiling import cut, run_tiled
-from evener.workloads.torch_backend.workload import TorchWorkload
+
+from ...datasets import stripes
+from ...protocol import Place, Workload
+from ..tiling import cut, run_tiled
+from ..workload import TorchWorkload
+from .classifiers import as_tensors, classifier, conv_blocks, lay_for
 
 CHANNELS = (16, 32)
 SMALLEST_SIDE = 4  # two poolings
