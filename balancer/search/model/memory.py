@@ -32,7 +32,8 @@ DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding domina
 class MemoryOfOthers:
     """The bytes that others hold of each device: the most that was seen, as they may take it again.
 
-    Once raced, a device has what it had in its last turn: what others held in exploration may be free again.
+    Once raced, a device has what it had in its last turn: what others held in exploration may be free again. A turn
+    that says nothing of others' memory changes nothing.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,8 @@ class MemoryOfOthers:
     def note(self, seen: Timed | OutOfMemory) -> bool:
         """Take an observation; whether others hold more or less by it."""
         probe = seen.probe
+        if not seen.short_bytes:
+            return False
         turn = probe.turn if probe.stage in ("race", "knobs", "check") else BEFORE_THE_RACE
         before = {position: self.held(position) for position in range(len(probe.layout.shares))}
         for position, share in enumerate(probe.layout.shares):

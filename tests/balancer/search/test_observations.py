@@ -206,7 +206,8 @@ def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
     held = store(before, split)
     assert held.memory_limit(0) == 6000
     assert SPLIT not in held.still_fit({SPLIT: [split]})
-    left = store(timed(probe(SPLIT, "check", 1)), before, split)
+    assert store(timed(probe(SPLIT, "check", 1)), before, split).memory_limit(0) == 6000
+    left = store(timed(probe(SPLIT, "check", 1), short_bytes=(0, 0)), before, split)
     assert left.memory_limit(0) == 10_000
     assert SPLIT in left.still_fit({SPLIT: [split]})
 
