@@ -69,7 +69,7 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    from evener.keras_split.engines import group as groups
+    from evener.keras_split import group as groups
 
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)

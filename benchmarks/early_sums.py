@@ -117,11 +117,11 @@ def run(workload: Any, steps: int) -> None:
 @contextmanager
 def summed(workload: Any, way: str) -> Iterator[None]:
     """What is traced meanwhile sums its gradients this way."""
-    from evener.keras_split.engines import early_sums, group
+    from evener.keras_split import divisions, group
 
     divide: dict[str, Divide] = {"after": lambda tensors, _: [list(range(len(tensors)))], "fourths": fourths}
     with ExitStack() as stack:
-        chosen = divide.get(way, early_sums.divide_sums)
+        chosen = divide.get(way, divisions.divide_sums)
         stack.enter_context(patch(f"{group.__name__}.divide_sums", chosen))
         if way == "alone":
             stack.enter_context(patch.object(workload.engine.split.required_group, "sum", keep))

@@ -1,11 +1,12 @@
 """Steps with evener's exchange beside DistributedDataParallel's, and trainings that really run out of memory.
 
-    python -m benchmarks.gpu_exchange [steps] [caps] [neighbour] [--json FILE]
+    python -m benchmarks.gpu_exchange [steps] [caps] [neighbour] [kill] [--ranks 2] [--json FILE]
 
-`steps`: decoder-only models in bfloat16 on one GPU (NCCL, one rank), or two ranks on CPUs (gloo) where there is none;
-the ways of a model take turns, and each gives the median of its turns. `caps`: two ranks on one GPU over gloo in
-float64, the second with less and less memory, beside one process. `neighbour`: another program takes most of the GPU
-in the middle of a training. PyTorch is all that it needs.
+`steps`: decoder-only models in bfloat16 over NCCL, a GPU for each rank (one unless `--ranks` says more), or two ranks
+on CPUs over gloo where there is no GPU; the ways of a model take turns, and each gives the median of its turns.
+`caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one process.
+`neighbour`: another program takes most of the last rank's GPU in the middle of a training. `kill`: a rank dies while
+another computes its pass again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.support.torch_start import free_port, rank_environment
 MODELS = ((512, 8, 128), (512, 8, 16), (128, 24, 8), (1024, 24, 16), (768, 12, 32))  # width, layers, rows
 SMALL = ((64, 4, 8), (128, 2, 16))
 LENGTH, WORDS = (256, 4096) if torch.cuda.is_available() else (16, 64)
-TURNS, STEPS = 3, 15
+TURNS, STEPS = 5, 20
 WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
 CAPS = (1.8, 1.6, 1.45)  # GiB of the second rank
 SHARES = (4096, 2048) if torch.cuda.is_available() else (64, 32)
@@ -149,7 +150,13 @@ def train_capped(cap: float) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - started)
-    found = {"rank": split.rank, "cap": cap, "ooms": split._passes.total, "slowest": max(times), "last": times[-1]}
+    found = {
+        "rank": split.rank,
+        "cap": cap,
+        "ooms": split._planned.reporter.retreats,
+        "slowest": max(times),
+        "last": times[-1],
+    }
     del batch  # what follows is no training of the split's
     if split.rank == 0:
         alone = _make_net(width).to(split.device)
@@ -174,42 +181,87 @@ def _make_net(width: int) -> nn.Module:
 
 
 def meet_neighbour(_: float) -> dict[str, Any]:
-    """One process; after eight steps another one takes all but 12 GiB of the GPU."""
-    split, rows = Split(ratios=[1], global_batch=1024), 1024
+    """A program takes most of the last rank's GPU in the middle of a training; on two GPUs it also leaves again.
+
+    One rank: 12 GiB are left to it from step 8 on. Two: 4 GiB from step 200 to step 600, and shares follow own work.
+    """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    rows, steps, comes, leaves = (1024, 24, 8, 24) if alone else (512, 1400, 200, 600)
+    split = Split(ratios=[1] if alone else [1, 1], global_batch=rows, rebalance=not alone)
     model, loss = split.wrap(Decoder(512, 8).to(torch.bfloat16)), nn.CrossEntropyLoss()
-    optimizer, times, other = torch.optim.AdamW(model.parameters(), 1e-4), [], None
-    words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (24 * rows, LENGTH)))
+    optimizer, times, shares, other = torch.optim.AdamW(model.parameters(), 1e-4), [], [], None
+    words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (steps * rows, LENGTH)))
     for number, batch in enumerate(split.loader(words)):
-        if number == 8:
-            gc.collect()
-            torch.cuda.empty_cache()
-            code = (
-                "import torch; free, _ = torch.cuda.mem_get_info(); held = torch.empty(free - (12 << 30),"
-                " dtype=torch.uint8, device='cuda'); print(len(held), flush=True); input()"
-            )
-            other = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            assert other.stdout is not None
-            other.stdout.readline()
+        if number == comes and split.rank == split.world - 1:
+            other = _take_memory(12 if alone else 4)
+        if number == leaves and other is not None:
+            other.kill()
+            other.wait()
         started = time.perf_counter()
         split.step(batch, lambda part: loss(model(part.batch[0]).flatten(0, 1), part.batch[0].flatten()))
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
+        shares.append(split.shares[split.rank])
     if other is not None:
         other.kill()
+    marks = sorted({comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1} & set(range(steps)))
     return {
-        "ooms": split._passes.total,
-        "rows": split._passes.most,
-        "before": times[7],
-        "met": times[8],
-        "last": times[-1],
+        "rank": split.rank,
+        "ooms": split._planned.reporter.retreats,
+        "rows": split._planned.passes.limit.most,
+        "slowest after it came, ms": 1e3 * max(times[comes:leaves]),
+        "ms": {mark: 1e3 * statistics.median(times[max(0, mark - 5) : mark + 1]) for mark in marks},
+        "shares": {mark: shares[mark] for mark in marks},
     }
 
 
-RANKS: dict[str, Callable[[float], Any]] = {"caps": train_capped, "neighbour": meet_neighbour}
+def _take_memory(left: int) -> subprocess.Popen[str]:
+    """A process that holds all but `left` GiB of what is free on this rank's GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    code = (
+        f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); free, _ = torch.cuda.mem_get_info();"
+        f" held = torch.empty(free - ({left} << 30), dtype=torch.uint8, device='cuda'); print(len(held), flush=True);"
+        " input()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    other.stdout.readline()
+    return other
+
+
+def kill_beside_a_retry(_: float) -> dict[str, Any]:
+    """The second rank computes its pass again and again; the first one dies meanwhile: how long until it ends."""
+    split = Split(ratios=[1, 1], global_batch=16)
+    model = split.wrap(nn.Linear(8, 8).double())
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8, dtype=torch.float64))
+    started = time.monotonic()
+
+    def compute(part: Any) -> torch.Tensor:
+        made: torch.Tensor = model(part.batch[0]).square().mean()
+        if split.rank == 0 and made.requires_grad:
+            os._exit(0)
+        if split.rank == 1 and part.rows > 1 and made.requires_grad:
+            time.sleep(0.5)
+            raise torch.OutOfMemoryError("CUDA out of memory (injected).")
+        return made
+
+    try:
+        for batch in split.loader(data):
+            split.step(batch, compute)
+            torch.cuda.synchronize()
+    except Exception as error:  # whichever says it: NCCL's watchdog, the store or gloo
+        return {"seconds": time.monotonic() - started, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    return {"seconds": time.monotonic() - started, "error": ""}
+
+
+RANKS: dict[str, Callable[[float], Any]] = {
+    "caps": train_capped,
+    "neighbour": meet_neighbour,
+    "kill": kill_beside_a_retry,
+}
 
 
 def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
@@ -218,21 +270,24 @@ def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
     for rank in range(world):
         place = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
         environment = {**os.environ, **rank_environment(torch.cuda.is_available()), "MASTER_PORT": str(port), **place}
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and name == "caps":
             environment["CUDA_VISIBLE_DEVICES"] = "0"
         command = [sys.executable, "-m", "benchmarks.gpu_exchange", "--rank", name, "--cap", str(cap)]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     ends = [each.communicate()[0] for each in ranks]
-    assert not any(each.returncode for each in ranks), name
-    return [json.loads(end.splitlines()[-1]) for end in ends]
+    codes = [each.returncode for each in ranks]
+    assert name == "kill" or not any(codes), (name, codes)
+    return [json.loads(end.splitlines()[-1]) for end in ends if end] + [{"exit codes": codes}]
 
 
 def run_steps() -> list[dict[str, Any]]:
-    """In a group of one rank on a GPU, of two on CPUs."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """Steps of one rank in a group of its own or with others, on its GPU or a CPU."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ.update({**rank_environment(True), "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"})
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
         dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)
@@ -244,6 +299,7 @@ def main() -> None:
     """Print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["steps", "caps", "neighbour"])
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that `steps` takes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--cap", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -253,15 +309,18 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     if "steps" in options.what:
-        found["steps"] = start("steps", 1 if torch.cuda.is_available() else 2)[0]
+        found["steps"] = start("steps", options.ranks if torch.cuda.is_available() else 2)[0]
     if "caps" in options.what:
         found["caps"] = []
         for cap in CAPS:
             found["caps"].append(start("caps", 2, cap))
             print(found["caps"][-1], flush=True)
     if "neighbour" in options.what and torch.cuda.is_available():
-        found["neighbour"] = start("neighbour", 1)
+        found["neighbour"] = start("neighbour", options.ranks)
         print(found["neighbour"], flush=True)
+    if "kill" in options.what:
+        found["kill"] = start("kill", 2)
+        print(found["kill"], flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.monitor import Screen
 
-APP = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))"
+APP = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
 # keys, seconds to wait, name of the picture
 SCRIPT = (
     (b"", 8.0, "monitor"),
@@ -41,7 +41,7 @@ def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> 
 
 async def draw_trainings(devices: str, seconds: float) -> str:
     """The Trainings screen as SVG, when it has read for some seconds."""
-    from evener.tui.app.app import EvenerApp
+    from evener.tui.app import EvenerApp
     from evener.tui.runtime.snapshot_publisher import open_publisher
 
     publisher, trainable = open_publisher(devices, None)

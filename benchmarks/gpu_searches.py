@@ -40,7 +40,7 @@ def neighbour(bench: GpuBench) -> None:
 def engines(bench: GpuBench) -> None:
     """3. Each of TensorFlow's engines at the same shares of two free GPUs."""
     for workload in WORKLOADS["tensorflow"] if bench.framework == "tensorflow" else ():
-        for engine in ("towers", "mirrored", "multiworker"):
+        for engine in ("towers", "multiworker"):
             where = ("--devices", bench.pair, "--workload", workload, "--engine", engine)
             shares = ("--gpus", "0", "1", "--batches", "1024", "1024", "--repeat", "2", "--seconds", "5s")
             bench.run(f"engine {engine} {workload}", "probe", *where, *shares, "--json")

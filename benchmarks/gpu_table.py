@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.balancer import journal
-from evener.balancer.intake.problem import make_problem
-from evener.balancer.result.layout_names import name_all
+from evener.balancer.result.layout_names import describe_all
+from evener.balancer.result.words import say_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
@@ -55,7 +55,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
     record = journal.read(path)
     if record.header.request.compare is None:
         return
-    found = replay.make_search(record.header, (entry.seen for entry in record.seen))
+    found = replay.make_search(record.header.job, seen=record.observations)
     standings = found.ranking()
     alone = [
         one.throughput.value
@@ -63,7 +63,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
         if one.candidate.layout.traits.alone and not one.candidate.layout.knobs
     ]
     for one, words in zip(
-        standings, name_all([each.candidate for each in standings], found.problem.devices), strict=True
+        standings, say_all(describe_all([each.candidate for each in standings], found.problem.devices)), strict=True
     ):
         rate = one.throughput.value
         against = f"{rate / max(alone):.2f}" if alone else ""
@@ -97,7 +97,7 @@ def _row(path: Path) -> list[str]:
 def _memory_rows(path: Path) -> Iterator[list[str]]:
     """Each batch whose memory could be predicted before it ran: predicted and measured."""
     record = journal.read(path)
-    seen = Observations(make_problem(record.header))
+    seen = Observations(record.header.job.problem)
     for entry in record.seen:
         if isinstance(entry.seen, Timed):
             for position in entry.seen.probe.layout.active:

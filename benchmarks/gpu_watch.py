@@ -34,7 +34,7 @@ while time.monotonic() < end:
 """
 METRICS = "127.0.0.1:9401"
 SCREENS = {
-    "evener": "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))",
+    "evener": "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))",
     "evener --metrics": f"""
 import sys
 sys.argv = ["evener", "monitor", "--devices", {{devices!r}}, "--metrics", {METRICS!r}]

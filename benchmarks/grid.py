@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evener.balancer.intake.job import take_in
-from evener.balancer.probes.make import make_prober
+from evener.balancer.intake import take_in
+from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of

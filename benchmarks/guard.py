@@ -16,7 +16,7 @@ import time
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
 from evener.devices.discover import discover
-from evener.devices.nvidia.vitals import NvmlVitals
+from evener.devices.nvidia.backend import NvmlVitals
 from evener.devices.types import Device
 from evener.devices.vitals import VitalsWatch
 

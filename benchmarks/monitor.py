@@ -42,10 +42,10 @@ class Empty(App):
     def compose(self): yield Static("READY")
 Empty().run()
 """
-EVENER = f"import sys; from evener.tui.app.start import run_app; sys.exit(run_app({DEVICES!r}))"
+EVENER = f"import sys; from evener.tui.start import run_app; sys.exit(run_app({DEVICES!r}))"
 LOADED = f"""
 import sys
-from evener.tui.app.start import run_app
+from evener.tui.start import run_app
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 def loaded(self, *subscriber):
     for place, _ in enumerate(self.source.devices()):

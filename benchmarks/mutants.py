@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 HOME = Path(__file__).resolve().parents[1]
-PURE = ("balancer/search", "balancer/families", "balancer/objectives")
+PURE = ("balancer/search", "balancer/families.py", "balancer/objectives.py")
 FILES = (*PURE, "evener/shares/whole_rows.py", "evener/plan/file.py", "balancer/probes/block_timing.py")
 SEARCH = (
     "search",

@@ -19,14 +19,14 @@ from pathlib import Path
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.intake.job import take_in
+from evener.balancer.intake import take_in
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
 from evener.devices.child_environment import cap_address_space
-from evener.devices.limits import parse_limit
+from evener.devices.terms import parse_limit
 from evener.plan.file import SOLO_PREFIX, Plan, load_plan, to_toml
 
 WORKLOAD = str(Path(__file__).resolve().parents[1] / "examples" / "torch_train.py") + ":build"

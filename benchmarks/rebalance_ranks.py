@@ -20,7 +20,7 @@ from benchmarks.gpu_neighbour import Neighbour
 from benchmarks.rebalance_jobs import Job, make_computing, make_sleeping
 from evener.plan.file import Plan, Throughput
 from evener.torch_split import Split
-from evener.torch_split.process import visible_gpus
+from evener.torch_split.ranks import visible_gpus
 from tests.support.torch_ranks import example_plan
 
 SHORT, WARM = 100, 20  # steps of a training whose speed doesn't change, and those of them that aren't counted
@@ -77,8 +77,8 @@ def train(job: Job, plan: Plan, steps: int, disturbed: range, rebalance: bool = 
             if len(times) == steps:
                 if split.rank == 1 and disturbed.stop >= steps:
                     job.disturb(network, False)
-                changes = [(change.step, tuple(change.after)) for change in split._reporter.changes]
-                split._reporter.close()
+                changes = [(change.step, tuple(change.after)) for change in split._planned.reporter.changes]
+                split._planned.reporter.close()
                 return Trained(times, changes)
 
 

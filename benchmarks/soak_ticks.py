@@ -34,12 +34,11 @@ from textual.events import Key
 
 from benchmarks.monitor import Screen
 from evener.devices.discover import discover
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
 from evener.devices.sampler import History, Subscriber
-from evener.devices.simulated.source import SimulatedSource
+from evener.devices.simulated import SimulatedSource
+from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.live.reporter import Reporter
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks

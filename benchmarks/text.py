@@ -18,8 +18,8 @@ from statistics import fmean, median
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.intake.job import take_in
-from evener.balancer.probes.make import make_prober
+from evener.balancer.intake import take_in
+from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.session import Session

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from evener.plan.file import Share
-from evener.torch_split import rebalancing
-from evener.torch_split.batch_tracker import Epoch
-from evener.torch_split.batch_weights import BatchWeights
-from evener.torch_split.optimizer_check import OPTIMIZER_CHECK
-from evener.torch_split.rank_shares import RankShares
-from evener.torch_split.step_reporter import StepReporter
+from evener.torch_split import planned as rebalancing
+from evener.torch_split.batch import Epoch
+from evener.torch_split.checks import OPTIMIZER_CHECK
+from evener.torch_split.planned import PlannedTraining
+from evener.torch_split.ranks import RankShares
 
 BAR_MICROSECONDS = 30.0
 SHARES = (6, 2)
@@ -53,11 +52,10 @@ def microseconds(step: Callable[[], None], steps: int) -> float:
 def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Callable[[], None]:
     """One step as a loop makes it; the pass ends in a batch of `tail` rows if that weighs otherwise."""
     share = Share(str(device), 0, "", 0, 0.0)
-    reporter = StepReporter(RankShares(0, SHARES, SHARES, (1, 1), (share, share), "", ""), device)
-    timer = reporter.timer
-    weights, origin = BatchWeights(SHARES, 0, False, timer), Epoch(tail=tail)
+    training = PlannedTraining(RankShares(0, SHARES, SHARES, (1, 1), (share, share), "", "", device=device))
+    timer, weights, origin = training.timer, training.weights, Epoch(tail=tail)
     if rebalances:
-        rebalancing.Rebalancing(reporter, weights)
+        rebalancing.Rebalancing(training)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
     OPTIMIZER_CHECK._counts[optimizer] = 2  # seen before
@@ -67,11 +65,10 @@ def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Calla
         timer.begin(SHARES)
         weights.take(origin, SHARES, batch)
         weights.forward(model, ((batch[0],), {}))
-        weights._waiting = None  # as the exchange does
         timer.note_gradients()
         OPTIMIZER_CHECK._before_step(optimizer, (optimizer,), {})
         timer.note_update()
-        reporter.finish()
+        training.end()
 
     return step
 
@@ -84,7 +81,8 @@ def main() -> None:
     given = parser.parse_args()
     rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
     exchange: Any = lambda *_, **__: Exchanged()  # noqa: E731
-    with mock.patch.object(dist, "new_group"), mock.patch.object(dist, "all_gather_into_tensor", exchange):
+    group, join = mock.patch.object(dist, "new_group"), mock.patch.object(rebalancing, "join", return_value=False)
+    with group, join, mock.patch.object(dist, "all_gather_into_tensor", exchange):
         costs = {name: microseconds(make_step(given.device, *case), given.steps) for name, case in CASES.items()}
     for name, cost in costs.items():
         print(f"{name}: {cost:.1f} µs a step (bar {BAR_MICROSECONDS:.0f})")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evener.devices.limits import parse_limit
+from evener.devices.terms import parse_limit
 from evener.plan.file import Share
 from tests.support.torch_start import free_port
 

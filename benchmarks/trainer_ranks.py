@@ -21,11 +21,11 @@ from transformers import Trainer, TrainerCallback
 from benchmarks import trainer_models
 from benchmarks.trainer_models import COLLATED, SHARDED, Done, Texts, make_trainer, network
 from benchmarks.trainer_processes import MARK, name_build
-from evener.devices.limits import parse_limit
+from evener.devices.terms import parse_limit
 from evener.huggingface import with_plan
 from evener.plan.file import Plan, load_plan
 from evener.torch_split import Split
-from evener.torch_split.process import settle, visible_gpus
+from evener.torch_split.ranks import settle, visible_gpus
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.user_model import build
 

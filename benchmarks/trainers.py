@@ -20,8 +20,7 @@ from pathlib import Path
 from benchmarks.trainer_plans import print_figures
 from benchmarks.trainer_processes import Ranks
 from benchmarks.trainer_rates import print_rates
-from evener.devices.limits import write_limit
-from evener.devices.terms import parse_request
+from evener.devices.terms import parse_request, write_limit
 from evener.plan.file import Share, load_plan, make_layout, to_toml
 from tests.support.launched_plan import make_plan
 

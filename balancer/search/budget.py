@@ -2,17 +2,18 @@
 
 Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
 and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
-take time to start. A probe of exploration must end within `ENDS_BY` of that part: 50 % alone, 60 % for splits.
+take time to start. No probe or round of exploration takes more than `MOST_OF_LEFT` of the time that is left, and before
+the first split runs, the time that it needs is kept for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from ..families.registry import family_of
+from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
@@ -28,20 +29,23 @@ SHORTEST_PROBE_SECONDS = 0.2
 PRICE = 0.05  # relative gain that all the time that is left should bring
 FEWEST_STEPS = 5  # below it a probe is not worth its start
 CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning time grows with them
-# the part of a budget (for solo, rest and split: of exploration's part) that may be spent when a probe of a stage ends
-ENDS_BY: dict[Stage, float] = {
-    "solo": 0.5, "rest": 0.6, "split": 0.6, "pack": 0.65, "race": 1.0, "knobs": 1.0, "check": 1.0,
-}  # fmt: skip
-LATER_TURNS_END_BY = 0.95  # of the budget: repeat turns stop here, as probes may overrun
+GROWS = 0.65  # of the budget: packs grow until then
+LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 
-EXPLORES = 0.4  # of the budget, where packs and placements follow
-EXPLORES_SOLO = 0.25  # the same without splits
-EXPLORES_MOST = 0.75  # of the budget, where children start slowly
-SOLO_STAGE = 2.0  # exploration gets at least this many times what the solo stage needs
+EXPLORES = 0.24  # of the budget, where packs and placements follow
+EXPLORES_SOLO = 0.15  # the same without splits
+EXPLORES_MOST = 0.45  # of the budget, where children start slowly
+SOLO_STAGE = 1.2  # exploration gets at least this many times what the solo stage needs
 SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
 SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
-LONGEST = 0.25  # of what exploration has left, for one probe: alone, in a split, against a rival, and the check
+MOST_OF_LEFT = (
+    0.4  # for one probe or round of exploration: what follows decides too (knee, noisy_slow; budgets of 20 s)
+)
+SURPRISE = (
+    6  # times: a probe of longer steps than its time / this ends at once (knee, slow_start: curves are flat so far)
+)
+SLACK = 1.25  # times the predicted time of the first split that is kept for it
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
@@ -51,9 +55,15 @@ class Budget:
     """The part of the budget that is left after the probes so far, and what fits into it."""
 
     def __init__(
-        self, problem: Problem, options: LayoutOptions, seen: Observations, race_is_over: bool = False
+        self,
+        problem: Problem,
+        options: LayoutOptions,
+        seen: Observations,
+        race_is_over: bool = False,
+        predict_rate: Callable[[Layout], float] = lambda _: 0.0,
     ) -> None:
         self._problem, self._options, self._seen, self.race_is_over = problem, options, seen, race_is_over
+        self._predict_rate = predict_rate
         self._timed = seen.all_timed()
         self.seconds = problem.budget_seconds
 
@@ -71,7 +81,7 @@ class Budget:
         if self.seconds is None:
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
-        each = left / max(1, probes_left) - self._warm_up(layout, 0.0)
+        each = left / (SURPRISE if stage in EXPLORATION else max(1, probes_left)) - self._warm_up(layout, 0.0)
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
@@ -90,8 +100,8 @@ class Budget:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
         if self.seconds is None:
             return True
-        left = self._end("race") - self.spent
-        return self.spent + seconds <= self._end("split") and (seconds + after <= left or after > left)
+        left = self._end("solo") - self.spent
+        return seconds <= MOST_OF_LEFT * left and (seconds + SLACK * after <= left or after > left)
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left."""
@@ -125,13 +135,13 @@ class Budget:
         explored = self._seen.spent_seconds(EXPLORATION)
         total = self.spent
         for _ in range(BUDGET_ROUNDS):
-            explores = max(explored, ENDS_BY["split"] * self._part_to_explore(total))
+            explores = max(explored, self._part_to_explore(total))
             total = max(total, self.spent - explored + explores + missing_seconds)
         return total
 
     def enough_to_grow(self, grown_seconds: float) -> float:
         """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
-        return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / ENDS_BY["pack"]
+        return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
 
     @property
     def has_time_to_explore(self) -> bool:
@@ -142,7 +152,9 @@ class Budget:
         assert self.seconds is not None
         if self.race_is_over:  # exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
-        return ENDS_BY[stage] * (self.explore_seconds if stage in EXPLORATION else self.seconds)
+        if stage in EXPLORATION:
+            return self.explore_seconds
+        return (GROWS if stage == "pack" else 1.0) * self.seconds
 
     # ------------------------------------------------------------------ exploration's part
 
@@ -153,20 +165,19 @@ class Budget:
 
     def _part_to_explore(self, budget: float) -> float:
         if not self._options.needs_more_children:
-            return budget
+            return LATER_TURNS_END_BY * budget
         splits = self._options.with_splits and self._problem.devices > 1
         part = (EXPLORES if splits else EXPLORES_SOLO) * budget
         start = self._solo_start
         alone = SOLO_STAGE * (start + min(SOLO_SHARE * budget, SOLO_SECONDS))
         return max(part, min(EXPLORES_MOST * budget, alone)) if start else part
 
-    def longest_step(self, solo: bool = True) -> float:
-        """The longest step, in seconds, of a device in a solo probe; with `solo` False, of any device in a split."""
+    def longest_step(self) -> float:
+        """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
-            spent = self.spent if solo else self._seen.spent_seconds(("solo",))
-            left = LONGEST * (self.explore_seconds - spent) - self.overhead_seconds
-            longest = min(longest, max(SHORTEST_PROBE_SECONDS, left))
+            left = MOST_OF_LEFT * (self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
+            longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
         limits = (longest / (FEWEST_STEPS + self.tuning_steps), self._longest_for_all)
         return min(one for one in limits if one is not None)
 
@@ -270,7 +281,11 @@ class Budget:
         return median(slopes) if slopes else 0.0
 
     def _step(self, layout: Layout) -> float:
-        """Seconds of a step, estimated from the devices alone; 0 if none of them ran."""
+        """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none of them ran."""
+        if own := self._seen.timed_in(layout):
+            return median([one.step_seconds for one in own])
+        if layout.traits.by_shares and not layout.knobs and (predicted := self._predict_rate(layout)):
+            return layout.global_batch / predicted
         rates = [self._solo_rates[i] for i in layout.active if i in self._solo_rates]
         rate = (sum if layout.traits.together else max)(rates or [0.0])
         return layout.global_batch * layout.processes / rate if rate else 0.0

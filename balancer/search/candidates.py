@@ -7,10 +7,8 @@ from functools import cached_property
 
 import msgspec
 
-from ..families.family import Family, PackMode
-from ..families.pack import pack_on
-from ..families.registry import family_of
-from ..objectives.registry import find_objective
+from ..families import Family, PackMode, family_of, pack_on
+from ..objectives import find_objective
 from ..types import Layout, OutOfMemory
 from .budget import Budget
 from .device_model import DeviceModel

@@ -8,8 +8,7 @@ import msgspec
 
 from evener.shares.whole_rows import even
 
-from ..families import registry
-from ..families.family import Family, PackMode, Placement
+from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
 Knob = Literal["xla", "mixed"]
@@ -20,7 +19,7 @@ SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same
 class LayoutOptions(msgspec.Struct, frozen=True):
     """The families of layouts that a search is asked for, and what the machine offers them."""
 
-    families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(registry.FAMILIES))
+    families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = ("",)  # "": plain processes; logical: equal parts of the memory; mps: a daemon
     knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
@@ -30,7 +29,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
     @property
     def wanted(self) -> tuple[Family, ...]:
         """The families that are asked for."""
-        return registry.find_families(self.families)
+        return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:

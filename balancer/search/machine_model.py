@@ -14,7 +14,8 @@ from ..types import Layout, Problem, Timed, layout_of
 from .bounds import Bounds
 from .model.device_groups import group_devices
 from .model.evidence import lend_memory_lines
-from .model.step_time import Point, fit_curve, fit_extra
+from .model.hope import bend_is_open
+from .model.step_time import Point, fit_curve, fit_extra, merge_points
 from .model.sync_cost import ExchangeCosts, ExchangeSample, fit_exchange_costs
 from .observations import Observations
 from .statistics import relative_error
@@ -152,11 +153,16 @@ class MachineModel:
         device, curve, rows = self.devices[position], self.alone[position], self.bounds.walls[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
-        fewer = [p for p in device.alone if self.quantum <= p.batch <= rows]
-        best = max(fewer, key=lambda p: p.batch / p.seconds, default=None)
-        if best and best.batch / best.seconds > (1 + FALL) * rows / curve.seconds(rows):
-            return best.batch // self.quantum * self.quantum
-        return rows
+        points = merge_points(p for i in self._group_of(position) for p in self.solo_points(i))
+        fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
+        if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
+            fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
+        best = max(fewer, key=lambda batch: batch / fewer[batch], default=rows)
+        gains = best in fewer and best / fewer[best] > (1 + FALL) * rows / curve.seconds(rows)
+        return best // self.quantum * self.quantum if gains else rows
+
+    def _group_of(self, position: int) -> list[int]:
+        return next(group for group in self.groups if position in group)
 
     @cached_property
     def walls(self) -> tuple[int, ...]:

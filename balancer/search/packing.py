@@ -16,8 +16,7 @@ from functools import cached_property
 
 import msgspec
 
-from ..families.family import PackMode
-from ..families.pack import pack_on
+from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .machine_model import MachineModel
 from .model.memory import Memory

@@ -14,8 +14,7 @@ from statistics import fmean, harmonic_mean, stdev
 
 import msgspec
 
-from ..objectives.objective import Objective
-from ..objectives.registry import find_objective
+from ..objectives import Objective, find_objective
 from ..types import Interval, Layout, Power, Problem, Timed
 from .layouts import Candidate
 from .observations import Turns

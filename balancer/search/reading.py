@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ..families.registry import family_of
+from ..families import family_of
 from ..types import Layout, Problem, Result, Timed
 from .budget import Budget
 from .candidates import Candidates
@@ -45,7 +45,7 @@ class Explored:
     @cached_property
     def _longest_step(self) -> float | None:
         budget = Budget(self._problem, self._options, self._seen)
-        return budget.longest_step(solo=False) if budget.limits_steps else None
+        return budget.longest_step() if budget.limits_steps else None
 
 
 class SearchReading:
@@ -77,7 +77,7 @@ class SearchReading:
     @cached_property
     def budget(self) -> Budget:
         """The part of the budget that is left."""
-        return Budget(self.problem, self.options, self.seen)
+        return Budget(self.problem, self.options, self.seen, predict_rate=self.devices.predicted_rate)
 
     @cached_property
     def candidates(self) -> Candidates:

@@ -9,9 +9,8 @@ from itertools import combinations
 from evener.plan.layout import Knots
 from evener.shares.waterfill import Allocation
 
-from ..families.even import device_counts
-from ..objectives.objective import Objective
-from ..objectives.registry import find_objective
+from ..families import device_counts
+from ..objectives import Objective, find_objective
 from ..types import Layout, Probe, Timed, solo
 from .budget import Budget
 from .decisions import plan_curves

@@ -9,9 +9,8 @@ import msgspec
 
 from evener.plan.layout import Knots
 
-from ..families.family import PackMode
-from ..families.registry import PACK
-from ..objectives.registry import find_objective
+from ..families import PACK, PackMode
+from ..objectives import find_objective
 from ..types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
 from .decisions import (
@@ -25,7 +24,6 @@ from .decisions import (
 from .layouts import BALANCE, Candidate, LayoutOptions
 from .machine_model import MachineModel
 from .observations import Observations
-from .problem import check_problem
 from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
 from .reading import SearchReading, result_of
 from .solo_stage import SMALL
@@ -42,7 +40,6 @@ class Search:
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
-        check_problem(problem)
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
         self._reading = SearchReading(problem, options, self._seen)

@@ -12,7 +12,7 @@ import math
 from functools import cached_property
 from itertools import pairwise
 
-from evener.shares.curves import Curve
+from evener.shares.curves import Curve, PassCurve, step_in_passes
 from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 from ..types import Probe, solo
@@ -94,7 +94,9 @@ class SoloStage:
         wanted = self._hoped
         if wanted is None or self._turn >= MOST_ROUNDS:
             return ()
-        shares = {i: min(share, self._far(i)) for i, share in wanted.shares}
+        divided = {one.position: one.curve for one in self._hopeful if isinstance(one.curve, PassCurve)}
+        rows = {i: divided[i].rows if i in divided and share > divided[i].wall else share for i, share in wanted.shares}
+        shares = {i: min(most, self._far(i)) for i, most in rows.items()}
         batches = {i: share for i, share in shares.items() if self._shows_more(i, share)}
         batches = {i: batch for i, batch in batches.items() if self._has_time(self._seconds(i, batch))}
         if not batches:
@@ -160,8 +162,27 @@ class SoloStage:
     @cached_property
     def _hoped(self) -> Allocation | None:
         """The fastest layout by hope, however many rounds lie before it."""
+        return self._fastest(self._hopeful) or self._in_turns(self._hopeful)
+
+    @cached_property
+    def _hopeful(self) -> list[DeviceCurve]:
         found = [DeviceCurve(i, hope, self._farthest(i)) for i in self._model.live if (hope := self._hopes[i])]
-        return self._fastest(found) or self._in_turns(found)
+        return [self._in_passes(one) for one in found]
+
+    def _in_passes(self, device: DeviceCurve) -> DeviceCurve:
+        """The device as it may take a fixed batch in passes of the rows that it does best."""
+        batch, i, curve = self._problem.global_batch, device.position, device.curve
+        if batch is None or not self._problem.micro or self._model.devices[i].undivided or not isinstance(curve, Curve):
+            return device
+        best = single_best(device, self._quantum)
+        if best is None:
+            return device
+        rows, extra = best.global_batch, self._model.extra_seconds[i] or 0.0
+        two = step_in_passes(curve, 2 * rows, 2, extra)
+        wall = max(rows, curve.largest(two, device.limit, self._quantum))
+        if wall >= self._model.bounds.asked_in_passes:
+            return device
+        return DeviceCurve(i, PassCurve(curve, wall, rows, extra), self._model.bounds.asked_in_passes)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])
@@ -199,6 +220,7 @@ class SoloStage:
             for i in self._model.live
             if (curve := straight[i])
         ]
+        ran = [self._in_passes(one) for one in ran]
         in_turns = self._problem.global_batch not in (None, wanted.global_batch)
         known = self._in_turns(ran) if in_turns else self._fastest(ran)
         if known is None:
@@ -230,9 +252,13 @@ class SoloStage:
 
     def _has_time(self, seconds: float) -> bool:
         """Whether a round may take so long: the first split, without which there is no plan, comes after it."""
+        return self._budget.has_time(seconds, self._after)
+
+    @cached_property
+    def _after(self) -> float:
+        """Seconds of the first split, without which there is no plan; 0 once it was measured."""
         split = None if self._model.splits else self._predictions.fastest_split
-        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
-        return self._budget.has_time(seconds, after)
+        return self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
 
     def _widest_gap(self, position: int) -> int:
         """The middle of the widest gap between measured batches."""
@@ -285,9 +311,10 @@ class SoloStage:
         if not rows or curve is None:
             return None
         probe = self._probe(position, rows, self._turn, passes)
-        return probe if self._budget.affords(probe.layout, "solo", passes * curve.seconds(rows)) else None
+        seconds = self._budget.least_seconds(probe.layout, passes * curve.seconds(rows))
+        return probe if self._has_time(seconds) else None
 
     def _probe(self, position: int, batch: int, turn: int, passes: int = 1) -> Probe:
         layout = solo(self._problem.devices, position, passes * batch, batch)
         step = passes * self._step(position, batch)
-        return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step), turn)
+        return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step, self._after), turn)

@@ -115,7 +115,8 @@ class SplitStage:
         if single is None or split is None or single.samples_per_second * HIDDEN > split.samples_per_second:
             return single
         seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds)
-        return single if self._budget.cheap(seconds) else None
+        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds)
+        return single if self._budget.has_time(seconds, after) else None
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without contention."""

@@ -23,7 +23,7 @@ CLEAR = 2.0  # standard errors: a gap in which less may hide shows nothing
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
     """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
     found = merge_points(points)
-    if len(found) < 3 or (curve.simple and not _bend_is_open(found, curve)):
+    if len(found) < 3 or (curve.simple and not bend_is_open(found, curve)):
         return curve
     knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]
     for i in range(1, len(found)):
@@ -40,8 +40,8 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
     return curve.slope if curve.simple or last >= before else min(curve.slope, last * last / before)
 
 
-def _bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """Whether one point alone lies beyond a level stretch, or three points on any bend: it may be anywhere between."""
+def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
+    """True if the bend may be anywhere between points: one alone lies beyond a level stretch, or three make it."""
     risen = sum(point.seconds > (1 + RISEN) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 

@@ -8,7 +8,7 @@ import threading
 import msgspec
 import pytest
 
-from evener.balancer.families.family import Placement
+from evener.balancer.families import Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
@@ -131,7 +131,7 @@ def test_packs_grow_on_when_a_run_gets_more_time() -> None:
     """Also when the time that it got before was too short for that, and went into more turns."""
     of = machine(device("A", 40.0, pack_gain=((1, 1.0), (13, 8.0)), memory_mib=80000.0))
     prober, seen, best = SimulatedProber(of, seed=1), list[Observation](), list[int]()
-    for budget in (8.0, 9.0, 100.0):
+    for budget in (6.0, 7.0, 100.0):
         again = msgspec.structs.replace(problem(of, budget=budget), spend_all=bool(seen))
         search = Search(again, LayoutOptions(("solo", "pack")))
         for one in seen:

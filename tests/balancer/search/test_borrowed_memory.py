@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.types import OutOfMemory, Problem
@@ -103,6 +102,6 @@ def test_a_borrowed_line_bounds_the_next_batch_and_never_ends_the_search(
 def test_devices_of_one_name_are_of_one_product() -> None:
     """As the journal of a run names them."""
     header = recorded_machines.records()["h200x2-torch_mnist"].header
-    assert make_problem(header).products == (0, 0)
+    assert header.job.problem.products == (0, 0)
     other = msgspec.structs.replace(header.devices[1], name="NVIDIA L4")
-    assert make_problem(msgspec.structs.replace(header, devices=(header.devices[0], other))).products == (0, 1)
+    assert msgspec.structs.replace(header, devices=(header.devices[0], other)).job.problem.products == (0, 1)

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.families.even import device_counts
-from evener.balancer.families.family import Placement
-from evener.balancer.families.pack import pack_on
-from evener.balancer.families.place import place_on
-from evener.balancer.families.registry import FAMILIES, family_of, find_family
+from evener.balancer.families import FAMILIES, Placement, device_counts, family_of, find_family, pack_on, place_on
 from evener.balancer.search.layouts import Candidate, LayoutOptions, is_even, shrink, split_evenly
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo

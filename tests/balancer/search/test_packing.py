@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from evener.balancer.families.family import PackMode
-from evener.balancer.families.pack import pack_on
+from evener.balancer.families import PackMode, pack_on
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed, solo

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.families.registry import SPLIT
+from evener.balancer.families import SPLIT
 from evener.balancer.search.layouts import Candidate, divide, shrink
 from evener.balancer.search.model.step_time import Point, fit_extra
 from evener.balancer.search.ranking import choose_winner
@@ -164,12 +164,15 @@ def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(benches(fewest=1, most=3), st.data())
-def test_where_everything_fits_passes_are_never_asked_for(bench: Bench, data: st.DataObject) -> None:
-    """The very same probes, for a fixed batch that any of the devices could hold."""
+def test_where_everything_fits_passes_cost_nothing(bench: Bench, data: st.DataObject) -> None:
+    """A fixed batch that any of the devices could hold, on curves along which a pass more is never faster."""
     batch = data.draw(st.integers(len(bench.devices), max(len(bench.devices), min(m for *_, m in bench.devices) // 2)))
-    _, seen = searched(bench, bench.problem(global_batch=batch))
-    _, before = searched(bench, bench.problem(global_batch=batch, micro=False))
-    assert seen == before
+    found, without = (
+        searched(bench, bench.problem(global_batch=batch, micro=micro))[0].best() for micro in (True, False)
+    )
+    assert found is not None
+    assert without is not None
+    assert bench.rate(found.layout) >= 0.97 * bench.rate(without.layout)
 
 
 @settings(max_examples=25, deadline=None)

@@ -121,7 +121,7 @@ def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
     checks = [search._seen.spent_seconds(["check"]) for search in found]
     spent = sorted(search.spent_seconds() - after for search, after in zip(found, checks, strict=True))
-    assert spent[4] < 75
+    assert spent[4] < 90
     assert spent[-1] < 0.95 * 120
     ends = [search.why_stopped() for search in found]
     assert set(ends) <= {Stop.TIED, Stop.SETTLED}

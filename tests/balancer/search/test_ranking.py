@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.families.pack import pack_on
-from evener.balancer.families.registry import find_family
+from evener.balancer.families import find_family, pack_on
 from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import (
     PROBE_DRIFT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.intake import check_problem
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
@@ -48,11 +50,18 @@ def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: rando
 
 @settings(max_examples=40, deadline=None)
 @given(benches(), st.data())
-def test_every_prefix_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
-    """A replayed journal asks for what the first run asked for next, so that the plan is the same."""
-    search, seen = searched(bench, bench.problem())
+def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
+    """A replayed journal asks for what the first run asked for next, so that the plan is the same.
+
+    What is left of an asking that was interrupted is measured first, by the session that goes on.
+    """
+    search, answers = Search(bench.problem()), list[list[Observation]]()
+    while probes := search.ask():
+        answers.append(bench.measure(probes))
+        for one in answers[-1]:
+            search.tell(one)
     resumed = Search(bench.problem())
-    for one in seen[: data.draw(st.integers(0, len(seen)))]:
+    for one in chain(*answers[: data.draw(st.integers(0, len(answers)))]):
         resumed.tell(one)
     resumed.run(bench.measure)
     assert resumed.best() == search.best()
@@ -224,7 +233,6 @@ def test_the_budget_is_kept() -> None:
         {"global_batch": 2},
         {"global_batch": -5},
         {"largest_share": 0},
-        {"memory_bytes": (1,)},
         {"memory_bytes": (0, 1, 1)},
         {"devices": 0, "memory_bytes": ()},
     ],
@@ -233,7 +241,7 @@ def test_bad_requests_are_named(options: dict[str, object]) -> None:
     """What has no answer is refused before anything is measured, with what to do."""
     problem = msgspec.structs.replace(Problem(3, (None, None, None)), **options)
     with pytest.raises(RequestError) as caught:
-        Search(problem)
+        check_problem(problem)
     assert caught.value.remedy
 
 

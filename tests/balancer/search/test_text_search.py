@@ -49,7 +49,7 @@ def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
 
 @pytest.mark.parametrize("costs", [(FAST, SLOW), (FAST, FAST), (FAST, FAST, SLOW)])
 def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
-    """Within 3 %, and far above the even split of rows as they come, which the race measures too."""
+    """Within 3 %, and far above the even split by number of rows, which the race measures too."""
     machine = TextMachine(costs)
     search, _ = machine.searched(global_batch=64)
     best = search.best()
