@@ -14,8 +14,7 @@ import psutil
 from evener.devices.cluster.agents import Agent, HostLostError, start_agents
 from evener.devices.cluster.connection import Node, connect, list_nodes
 from evener.devices.cluster.discovery import assign_terms, describe_versions, discover_cluster, explain_versions
-from evener.devices.cluster.reachability import Listener, Place, find_unreachable
-from evener.devices.host.network import RENDEZVOUS_PORT, VARIABLES, find_interface
+from evener.devices.network import RENDEZVOUS_PORT, VARIABLES, Listener, Place, find_interface, find_unreachable
 from evener.devices.terms import parse_request
 from evener.errors import EvenerError
 

@@ -12,19 +12,18 @@ from evener.errors import NoLayoutError
 from evener.system.state_folders import new_error_file
 
 from .events import ProbeProgress
-from .intake.problem import make_problem
-from .probes.make import make_prober
+from .probes.child_prober import make_prober
 from .probes.prober import Prober, Report
 from .request import Job
 from .result.explain_failure import find_unfinished
-from .result.words import say_all
+from .result.words import make_fault
 from .search.budget import LONGEST_PROBE_SECONDS
 from .search.layouts import BALANCE, LayoutOptions
 from .search.model.memory import Memory
 from .search.search import Search
 from .search.statistics import relative_half_width
 from .store.locks import lock_devices
-from .types import Failed, Probe, Problem, Timed
+from .types import Failed, Finding, Probe, Problem, Timed
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5
@@ -58,46 +57,53 @@ class Outlook(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     simulated: bool = False  # the workload itself was not run
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The parts of what a dry run says; `result.words` makes sentences of them."""
+        steps = {
+            "workload": self.workload,
+            "framework": self.framework,
+            "device": self.devices[0].label,
+            "start_seconds": self.start_seconds,
+            "steps": self.steps,
+        }
+        search = {
+            "seconds": self.search_seconds,
+            "budget_seconds": self.budget_seconds,
+            "simulated": self.simulated,
+        }
+        tried = Finding("outlook.simulated" if self.simulated else "outlook.steps", steps)
+        return tried, Finding("outlook.search", search), Finding("outlook.nothing_kept")
+
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
     """Build on the first device, step two batches, and say what a search would do; None once `stop` is set.
 
     NoLayoutError if the workload fails, or doesn't step within the budget.
     """
-    problem = make_problem(resolved)
+    alone = _keep_first(resolved)
     with (
-        lock_devices("", [] if resolved.request.share else resolved.devices[:1]),
-        closing(make_prober(_keep_first(resolved), error_file=new_error_file())) as prober,
+        lock_devices("", [] if resolved.request.share else alone.devices),
+        closing(make_prober(alone, error_file=new_error_file())) as prober,
     ):
-        timed = _step(resolved, prober, _for_one_device(problem), report, stop)
-    return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, problem, timed)
+        timed = _step(alone, prober, report, stop)
+    return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, alone, timed)
 
 
-def _keep_first(resolved: Job) -> Job:
-    """The job on its first device alone."""
-    machine = resolved.machine
+def _keep_first(job: Job) -> Job:
+    """The job on its first device alone, with an even split's part of a fixed batch at the most."""
+    machine, request = job.machine, job.request
     if machine is not None:
         machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
-    return msgspec.structs.replace(resolved, devices=resolved.devices[:1], machine=machine)
+    if request.global_batch is not None:
+        most = max(1, request.global_batch // len(job.devices))
+        request = msgspec.structs.replace(request, global_batch=None, max_global_batch=most)
+    return msgspec.structs.replace(job, request=request, devices=job.devices[:1], machine=machine)
 
 
-def _for_one_device(problem: Problem) -> Problem:
-    """The problem of one device, with an even split's part of a fixed batch."""
-    fixed = problem.global_batch
-    return msgspec.structs.replace(
-        problem,
-        devices=1,
-        memory_bytes=problem.memory_bytes[:1],
-        hosts=(),
-        products=(),
-        global_batch=None,
-        max_global_batch=problem.max_global_batch if fixed is None else max(1, fixed // problem.devices),
-    )
-
-
-def _step(resolved: Job, prober: Prober, problem: Problem, report: Report, stop: threading.Event) -> list[Timed]:
+def _step(alone: Job, prober: Prober, report: Report, stop: threading.Event) -> list[Timed]:
     """The first batches of a search on one device, as many as ran until `stop`."""
-    search, timed = Search(problem, BALANCE), list[Timed]()
+    search, timed = Search(alone.problem, BALANCE), list[Timed]()
     running: dict[Probe, ProbeProgress] = {}
     over = threading.Event()
 
@@ -109,7 +115,7 @@ def _step(resolved: Job, prober: Prober, problem: Problem, report: Report, stop:
         over.set()
         stop.set()
 
-    budget = problem.budget_seconds
+    budget = alone.request.budget_seconds
     alarm = threading.Timer(threading.TIMEOUT_MAX if budget is None else budget, end)
     alarm.daemon = True
     alarm.start()
@@ -119,27 +125,31 @@ def _step(resolved: Job, prober: Prober, problem: Problem, report: Report, stop:
             short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
             for seen in prober.measure(short, watch, stop):
                 if isinstance(seen, Failed):
-                    raise NoLayoutError(f"The workload fails: {seen.detail.rstrip('.')}.", "Fix that and try again.")
+                    fails = Finding("fault.workload", {"cause": seen.cause, "why": seen.detail.rstrip(".")})
+                    raise make_fault(NoLayoutError, fails, remedy=Finding("remedy.again"))
                 search.tell(seen)
                 timed += [seen] if isinstance(seen, Timed) else []
     finally:
         alarm.cancel()
     if over.is_set() and not timed:
-        words = say_all(find_unfinished(resolved.workload, resolved.devices, tuple(running.values())))
-        raise NoLayoutError(" ".join(words) or f"No step ended within {budget:g} s.", "Give a longer --budget.")
+        late = find_unfinished(alone.workload, alone.devices, tuple(running.values()))
+        parts = late or (Finding("fault.no_step", {"budget_seconds": budget}),)
+        raise make_fault(NoLayoutError, *parts, remedy=Finding("remedy.longer_budget"))
     if not timed and not stop.is_set():
-        raise NoLayoutError(f"Not even one sample fits on {resolved.devices[0].label}.", "Free some of its memory.")
+        none = Finding("fault.no_sample", {"device": alone.devices[0].label})
+        raise make_fault(NoLayoutError, none, remedy=Finding("remedy.free_memory"))
     return timed
 
 
-def _foresee(resolved: Job, problem: Problem, timed: Sequence[Timed]) -> Outlook:
+def _foresee(resolved: Job, alone: Job, timed: Sequence[Timed]) -> Outlook:
+    problem = resolved.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
     points = tuple((seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0]))
     devices = tuple(
         DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
     )
-    at_most = (devices[0].largest_batch, _for_one_device(problem).max_global_batch)
+    at_most = (devices[0].largest_batch, alone.problem.max_global_batch)
     largest = min((batch for batch in at_most if batch is not None), default=0)
     return Outlook(
         workload=resolved.workload,

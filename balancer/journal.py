@@ -21,8 +21,8 @@ from evener.errors import RequestError, as_request_error
 from evener.plan.file import Plan
 
 from .probes.prober import Facts
-from .request import Request
-from .types import Failed, Layout, Observation, Probe, Result, Timed, upgrade_observation, upgrade_probe
+from .request import Job, Request
+from .types import Failed, Finding, Layout, Observation, Probe, Result, Said, Timed, upgrade_observation, upgrade_probe
 
 SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20
@@ -44,6 +44,11 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     largest_share: int | None = None  # the workload can't make a larger batch for one device
     notes: tuple[str, ...] = ()  # about the devices, for the plan
     schema: int = SCHEMA
+
+    @property
+    def job(self) -> Job:
+        """The job of the run; its devices are those that it was measured on."""
+        return Job(self.request, self.devices, self.workload, self.framework, self.largest_share, self.notes)
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
@@ -75,6 +80,7 @@ class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     interrupted: bool
     at_seconds: float
     budget_seconds: float | None = None  # if it isn't that of the request any more
+    findings: Said = Said()  # what the verdict and the plan say, as data; empty in journals up to 0.1
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
@@ -82,6 +88,7 @@ class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
 
     message: str  # why, in a sentence
     at_seconds: float
+    findings: tuple[Finding, ...] = ()  # the same as data
 
 
 LaterEntry = AskedEntry | ObservationEntry | FactsEntry | EndedEntry | FailedEntry
@@ -110,6 +117,25 @@ class Record(msgspec.Struct, frozen=True):
     def facts(self) -> Facts:
         """The facts that were reported last."""
         return next((entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)), Facts())
+
+    @property
+    def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
+        """The last asking and those of its probes that have no observation yet; None if it was answered."""
+        answered: set[Probe] = set()
+        for entry in reversed(self.entries):
+            if isinstance(entry, AskedEntry):
+                missing = tuple(probe for probe in entry.probes if probe not in answered)
+                return (entry, missing) if missing else None
+            if isinstance(entry, ObservationEntry):
+                answered.add(entry.seen.probe)
+        return None
+
+    @property
+    def clock_seconds(self) -> float:
+        """The time at which the session's clock goes on: the start of an unanswered asking, or the last observation."""
+        if (pending := self.pending) is not None:
+            return pending[0].at_seconds
+        return max((entry.at_seconds for entry in self.seen), default=0.0)
 
     @property
     def last_end(self) -> EndedEntry | FailedEntry | None:

@@ -1,4 +1,4 @@
-"""Training runs at batch sizes that a person chooses, timed one after another.
+"""Measurements outside a search: runs at batch sizes that a person chooses, and profiles of layouts.
 
 Per-device figures come from the step itself where a device's own work can be separated from waiting (CPU slices,
 simulated devices); elsewhere each device is timed alone at its share.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import msgspec
 
@@ -16,12 +17,17 @@ from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
 from evener.system.state_folders import new_error_file
 
-from .probes.make import make_prober
+from .probes.child_prober import ChildProber, make_prober
 from .probes.prober import Prober
+from .probes.protocol import Profiled
 from .request import Job
+from .result.layout_names import describe
+from .result.words import make_fault, say
+from .search.search import Search
 from .store.locks import lock_devices
 from .types import (
     Failed,
+    Finding,
     Interval,
     Layout,
     Observation,
@@ -36,6 +42,8 @@ from .types import (
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
 ALONE_SECONDS = 3.0  # of each device by itself
+PROFILED_STEPS = 20  # profiled of each layout
+LayoutProfile = tuple[str, Profiled | str]  # a layout's name, and its profile or why there is none
 
 
 class RunLength(msgspec.Struct, frozen=True):
@@ -151,10 +159,12 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
 def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
     """The timing, None if it was stopped; NoLayoutError if the batch doesn't fit or the training failed."""
     if isinstance(seen, OutOfMemory):
-        where = f" on {', '.join(devices[i].label for i in seen.devices)}" if seen.devices else ""
-        raise NoLayoutError(f"Out of memory{where}: {seen.detail[:200]}.", "Use smaller batches or passes (--micro).")
+        values = {"devices": [devices[i].label for i in seen.devices], "why": seen.detail[:200]}
+        remedy = Finding("remedy.smaller_passes")
+        raise make_fault(NoLayoutError, Finding("fault.out_of_memory", values), remedy=remedy)
     if isinstance(seen, Failed):
-        raise NoLayoutError(f"The training failed: {seen.detail[:300]}.", "Fix that and try again.")
+        failed = Finding("fault.training", {"cause": seen.cause, "why": seen.detail[:300]})
+        raise make_fault(NoLayoutError, failed, remedy=Finding("remedy.again"))
     return seen
 
 
@@ -168,3 +178,19 @@ def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threadi
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)
+
+
+def profile_ranking(resolved: Job, search: Search, stop: threading.Event) -> list[LayoutProfile]:
+    """Profile the best single device and the layouts of the ranking that use several, until `stop` is set."""
+    if resolved.machine is not None:
+        return [("simulated devices", "they run no framework that could be profiled")]
+    ranked = [one.candidate for one in search.ranking()]
+    profiles: list[LayoutProfile] = []
+    with closing(make_prober(resolved)) as prober:
+        for one in ranked:
+            if stop.is_set() or not isinstance(prober, ChildProber):
+                break
+            if one.layout.traits.alone or len(one.layout.active) > 1:
+                name = say(describe(one, len(resolved.devices)))
+                profiles.append((name, prober.profile(one.layout, PROFILED_STEPS, stop)))
+    return profiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from evener.shares.passes import split_passes
+from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
@@ -13,7 +13,7 @@ def rate(samples_per_second: float) -> str:
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
             return f"{samples_per_second:.{digits}f}"
-    return f"{samples_per_second:,.0f}".replace(",", " ")
+    return count_words(samples_per_second)
 
 
 def efficiency(samples_per_joule: float) -> str:
@@ -48,6 +48,45 @@ def relative_error(value: float, low: float, high: float) -> float:
 def half_width(value: float, low: float, high: float) -> str:
     """The figure behind every ±: half of the 95 % interval, in percent."""
     return percent(relative_error(value, low, high), 1)
+
+
+def duration(seconds: float) -> str:
+    """A time in short: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def step_time(seconds: float) -> str:
+    """A step or a part of one: 0.48 ms, 157 ms, 12 s."""
+    return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
+
+
+def size(count: float) -> str:
+    """Bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+
+
+def count_words(count: float) -> str:
+    """A count with its thousands set apart: 12 040."""
+    return f"{count:,.0f}".replace(",", " ")
+
+
+def join_shares(shares: Sequence[Sequence[int]]) -> str:
+    """Pairs of a share and its rows in one pass: 150 + 106; in passes (820 = 2 × 410) + 568."""
+    words = [write_share(rows, micro) for rows, micro in shares]
+    return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from evener.devices.machine import Machine
 from evener.devices.types import Device
-from evener.errors import RequestError
 
-from .number_format import join_words
-from .objectives.registry import OBJECTIVES, SPEED, find_objective
+from .objectives import SPEED, find_objective
 from .search.layouts import LayoutOptions
+from .types import Problem
 
-LARGEST_BATCH = 1 << 30
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 INPUTS = ("host", "device")
-ENGINES = ("auto", "towers", "mirrored", "multiworker")
+ENGINES = ("auto", "towers", "multiworker")
 MICROS = ("auto", "off")
 
 
@@ -48,7 +47,7 @@ class Request(msgspec.Struct, frozen=True):
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, dict=True):
     """A request that was checked, with the devices, the workload and the framework that it means here."""
 
     request: Request
@@ -60,48 +59,41 @@ class Job(msgspec.Struct, frozen=True):
     machine: Machine | None = None  # the physics, if the devices are simulated
     driver: str = ""  # version of the GPUs' driver
 
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem that a search is to solve, for a new job as for one that a journal has."""
+        request, devices = self.request, self.devices
+        hosts = _number(device.host for device in devices)
+        return Problem(
+            devices=len(devices),
+            memory_bytes=tuple(device.usable_memory_bytes for device in devices),
+            global_batch=request.global_batch,
+            max_global_batch=request.max_global_batch,
+            multiple_of=request.multiple_of,
+            tolerance=request.tolerance,
+            budget_seconds=request.budget_seconds,
+            largest_share=self.largest_share,
+            micro=allows_passes(request, self.framework),
+            objective=request.objective,
+            max_slowdown=request.max_slowdown,
+            hosts=hosts if any(hosts) else (),
+            products=_number((device.kind, device.name) for device in devices),
+        )
+
+
+def _number(values: Iterable[object]) -> tuple[int, ...]:
+    """A number from 0 for each value, equal ones for equal values."""
+    numbers: dict[object, int] = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in values)
+
 
 def allows_passes(request: Request, framework: str) -> bool:
     """True if a share may be computed in passes: it is asked for, and the training's way of stepping can."""
     from_device = framework == "tensorflow" and request.input == "device"
-    return request.micro == "auto" and not (request.xla or from_device or request.engine == "mirrored")
+    return request.micro == "auto" and not (request.xla or from_device)
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned by what they cost: that takes passes, and PyTorch's loader."""
     possible = framework == "torch" and request.input == "host" and allows_passes(request, framework)
     return possible and find_objective(request.objective).uses_lengths
-
-
-def check_request(request: Request) -> None:
-    """Raise RequestError for the first number or word that is out of range."""
-    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
-    for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
-        if number is not None and not 1 <= number <= LARGEST_BATCH:
-            raise RequestError(f"{option} is {number}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
-    if largest is not None and largest < unit:
-        raise RequestError(
-            f"--max-global-batch {largest} is below one share of {unit} samples.", "Raise it, or lower --multiple-of."
-        )
-    if batch is not None and batch % unit:
-        raise RequestError(f"--global-batch {batch} is not a multiple of {unit}.", "Change it, or --multiple-of.")
-    if batch is not None and largest is not None and batch > largest:
-        raise RequestError(f"--global-batch {batch} is above --max-global-batch {largest}.", "Give one of them.")
-    budget = request.budget_seconds
-    if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
-    if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
-        raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
-    if not 0 <= request.max_slowdown < 1:
-        raise RequestError(f"--max-slowdown is {100 * request.max_slowdown:g}%.", "Give 0% or more and below 100%.")
-    if not (math.isfinite(request.pace) and request.pace >= 0):
-        raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
-    for option, word, words in (
-        ("--objective", request.objective, tuple(OBJECTIVES)),
-        ("--precision", request.precision, PRECISIONS),
-        ("--input", request.input, INPUTS),
-        ("--engine", request.engine, ENGINES),
-        ("--micro", request.micro, MICROS),
-    ):
-        if word not in words:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose {join_words(words, 'or')}.")

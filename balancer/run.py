@@ -12,19 +12,20 @@ from evener.errors import RequestError
 from evener.system.state_folders import new_run_id
 
 from . import journal
-from .intake.job import take_in
+from .intake import take_in
 from .journal import EndedEntry, Header, Journal, LaterEntry, Record
 from .request import Job, Request
 from .search.search import Search
-from .store import replay, runs
+from .store import runs
 from .store.locks import lock_devices, lock_run
+from .store.replay import make_search
 from .types import Failed, Timed
 
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
 
 
 class Run:
-    """A run's journal, what it has recorded so far, and the locks that keep others off it and its devices.
+    """A run's job and journal, what it has recorded so far, and the locks that keep others off it and its devices.
 
     `raised_budget` is the budget if it isn't that with which the run began. With `spend_all` the run had ended, and
     was given more time.
@@ -39,7 +40,7 @@ class Run:
         raised_budget: float | None = None,
         spend_all: bool = False,
     ) -> None:
-        self.job, self.record = job, record
+        self.job, self.record, self.id = job, record, record.header.run
         self.raised_budget = raised_budget
         self.replayed = len(record.seen)
         self._journal, self._locks, self._spend_all = opened, locks, spend_all
@@ -51,32 +52,33 @@ class Run:
 
     def make_search(self) -> Search:
         """A search with everything that the run has recorded."""
-        seen = (entry.seen for entry in self.record.seen)
-        return replay.make_search(self.record.header, seen, self.record.facts, self._spend_all)
+        record = self.record
+        if not record.entries:
+            return make_search(self.job)
+        return make_search(self.job, record.facts, record.observations, self._spend_all)
 
     def close(self) -> None:
         """Close the journal and release the run and its devices; safe to call twice."""
         self._locks.close()
 
 
-def open_run(request: Request | Job, resume: str | None = None, extend_seconds: float | None = None) -> Run:
-    """Begin a run, or go on with the one that `resume` names; RequestError or DeviceError if it can't begin."""
-    if resume is not None:
-        return reopen(resume, request.request if isinstance(request, Job) else request, extend_seconds)
-    return begin(request if isinstance(request, Job) else take_in(request))
-
-
 def begin(job: Job) -> Run:
-    """Make a run; DeviceError if another session has the devices."""
+    """Begin a run; DeviceError if another session has the devices."""
     run = new_run_id()
     with ExitStack() as locks:
         if not job.request.share:
             locks.enter_context(lock_devices(run, job.devices))
-        created = time.strftime(runs.CREATED, time.gmtime())
         header = Header(
-            run, created, job.request, job.devices, job.workload, job.framework, __version__, job.largest_share,
+            run,
+            time.strftime(runs.CREATED, time.gmtime()),
+            job.request,
+            job.devices,
+            job.workload,
+            job.framework,
+            __version__,
+            job.largest_share,
             job.notes,
-        )  # fmt: skip
+        )
         try:
             locks.enter_context(lock_run(run))
             opened = journal.create(runs.journal_path(run), header)
@@ -108,13 +110,13 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
             budget_seconds=budget,
             ray_address=request.ray_address or header.request.ray_address,
         )
-        job = take_in(wanted)
-        _check_devices(header, job)
+        found = take_in(wanted)
+        _check_devices(header, found)
         if not request.share:
-            locks.enter_context(lock_devices(run, job.devices))
+            locks.enter_context(lock_devices(run, found.devices))
         more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
         return Run(
-            msgspec.structs.replace(job, devices=header.devices),
+            msgspec.structs.replace(found, devices=header.devices, largest_share=header.largest_share),
             msgspec.structs.replace(record, header=msgspec.structs.replace(header, request=wanted)),
             opened,
             locks.pop_all(),
@@ -126,7 +128,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(record: Record, request: Request, extend_seconds: float | None) -> float | None:
     """The budget of a run that goes on: extended, as requested, or its own."""
     if extend_seconds is not None:
-        return replay.read_clock(record) + extend_seconds
+        return record.clock_seconds + extend_seconds
     given = request.budget_seconds
     return _read_budget(record) if given == Request().budget_seconds else given
 

@@ -7,20 +7,21 @@ import time
 
 from evener.errors import RequestError
 
-from .event_thread import EventThread
-from .events import Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .events import EventThread, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .intake import take_in
 from .journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
-from .objectives.registry import find_objective
-from .probes.make import make_prober
+from .objectives import find_objective
+from .probes.child_prober import make_prober
 from .probes.prober import Facts, Prober
 from .request import Job, Request
 from .result.explain_failure import explain_no_plan, find_unfinished
 from .result.outcome import RunEnd, build_outcome
-from .run import open_run
+from .result.words import make_fault
+from .run import begin, reopen
 from .search.decisions import Stop
 from .search.search import Search
-from .store import replay, runs
-from .types import Failed, Observation, OutOfMemory, Probe, Timed
+from .store import runs
+from .types import Failed, Finding, Observation, OutOfMemory, Probe, Timed
 
 __all__ = ["Request", "Session"]
 
@@ -47,20 +48,22 @@ class Session(EventThread):
         self._late = False
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
-        self._run = open_run(request, resume, extend_seconds)
-        self._header = self._run.record.header
+        if resume is None:
+            run = begin(request if isinstance(request, Job) else take_in(request))
+        else:
+            run = reopen(resume, request.request if isinstance(request, Job) else request, extend_seconds)
+        self._run, self._job = run, run.job
         try:
-            errors = runs.errors_path(self._header.run)
-            self._prober: Prober = make_prober(self._run.job, replay.read_clock(self._run.record), errors)
-            self._search: Search = self._run.make_search()
+            self._prober: Prober = make_prober(run.job, run.record.clock_seconds, runs.errors_path(run.id))
+            self._search: Search = run.make_search()
         except BaseException:
-            self._run.close()
+            run.close()
             raise
 
     @property
     def run_id(self) -> str:
         """The id by which the run can be resumed, shown and exported."""
-        return self._header.run
+        return self._run.id
 
     @property
     def search(self) -> Search:
@@ -89,20 +92,13 @@ class Session(EventThread):
             self._run.close()
 
     def _start(self) -> None:
-        header = self._header
-        self._events.put(
-            Started(
-                run=header.run,
-                devices=tuple(device.label for device in header.devices),
-                workload=header.workload,
-                budget_seconds=header.request.budget_seconds,
-                replayed=self._run.replayed,
-                notes=self._run.job.notes,
-            )
-        )
+        job = self._job
+        labels = tuple(device.label for device in job.devices)
+        started = Started(self.run_id, labels, job.workload, job.request.budget_seconds, self._run.replayed, job.notes)
+        self._events.put(started)
 
     def _loop(self) -> None:
-        left = replay.find_pending(self._run.record)
+        left = self._run.record.pending
         if left is not None:
             asked, missing = left
             self._measure(missing, tuple(probe for probe in asked.probes if probe not in missing))
@@ -157,32 +153,34 @@ class Session(EventThread):
 
     def _check_energy(self, seen: Observation, at: float) -> None:
         """RequestError if energy is to decide and a device has trained twice and reported none."""
-        if not find_objective(self._header.request.objective).needs_energy or not isinstance(seen, Timed):
+        if not find_objective(self._job.request.objective).needs_energy or not isinstance(seen, Timed):
             return
         timed = [one for one in self._run.record.observations if isinstance(one, Timed)]
         for position in seen.probe.layout.active:
             own = [one.watts for one in timed if position in one.probe.layout.active]
             if len(own) < 2 or any(watts and watts[position] is not None for watts in own):
                 continue
-            label = self._header.devices[position].label
-            message = f"{label} reports no energy, so samples per joule can't be compared."
-            self._run.write(FailedEntry(message, at))
-            raise RequestError(message, "Leave --objective out, or choose other devices.")
+            device = {"device": self._job.devices[position].label}
+            raise self._fail(at, Finding("fault.no_energy", device), Finding("remedy.other_devices"))
 
     def _learn(self, facts: Facts, at: float) -> None:
         """Take the facts that children report; RequestError if tokens are to be counted and rows have none."""
         self._run.write(FactsEntry(facts))
         self._search.learn_data(facts.rows, facts.lengths, facts.longest_row)
-        if find_objective(self._header.request.objective).needs_lengths and not facts.lengths:
-            why = "gives no lengths of its rows, or all are equal, so tokens can't be counted."
-            message = f"{self._header.workload} {why}"
-            self._run.write(FailedEntry(message, at))
-            raise RequestError(message, "Leave --objective out, or see evener help workload.")
+        if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
+            workload = {"workload": self._job.workload}
+            raise self._fail(at, Finding("fault.no_lengths", workload), Finding("remedy.lengths"))
+
+    def _fail(self, at: float, what: Finding, remedy: Finding) -> RequestError:
+        """The fault of a request that can't be met after all, journalled."""
+        fault = make_fault(RequestError, what, remedy=remedy)
+        self._run.write(FailedEntry(fault.message, at, fault.findings))
+        return fault
 
     def _set_alarms(self) -> list[threading.Timer]:
         """Set alarms that end running probes after the budget and its grace; no need in virtual time."""
-        budget = self._header.request.budget_seconds
-        if budget is None or self._run.job.machine is not None:
+        budget = self._job.request.budget_seconds
+        if budget is None or self._job.machine is not None:
             return []
         left = budget - (self._prober.now() - self._paused_seconds)
         last = max(GRACE_SECONDS, GRACE_SHARE * budget)
@@ -219,18 +217,18 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Journal the best plan so far; NoLayoutError if there is none."""
         running = tuple(one for one in self._running.values() if one.phase_seconds >= 1 or self._interrupted)
-        unfinished = find_unfinished(self._header.workload, self._header.devices, running)
+        unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._prober.now()
         end = RunEnd(self._why_stopped(), self._seconds(), self._interrupted, unfinished)
         found = build_outcome(run.record, self._search, end)
         if found is None:
             fault = explain_no_plan(run.record, self._search.belief(), end)
             if not self._interrupted:
-                run.write(FailedEntry(fault.message, at))
+                run.write(FailedEntry(fault.message, at, fault.findings))
             raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
         results = self._search.results()
-        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, run.raised_budget)
+        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, run.raised_budget, found.findings)
         if ended != run.record.ended:
             run.write(ended)
         return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at, found.findings)
@@ -239,7 +237,7 @@ class Session(EventThread):
         """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""
         record = self._run.record
         if len(record.seen) == self._run.replayed:
-            return replay.read_clock(record)
+            return record.clock_seconds
         return max(0.0, self._prober.now() - self._paused_seconds)
 
     def _why_stopped(self) -> str:

@@ -14,7 +14,7 @@ import msgspec
 
 from evener.plan.layout import KINDS, Kind, Traits, check_kind
 from evener.shares.costs import Cost, Work
-from evener.shares.passes import count_passes, split_passes
+from evener.shares.whole_rows import count_passes, split_passes
 
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle
 Cause = Literal[
@@ -153,7 +153,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
-    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: nothing
+    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: unknown
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
     watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown
 
@@ -207,7 +207,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     devices: tuple[int, ...]
     detail: str
     elapsed_seconds: float
-    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held then; empty: nothing
+    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held then; empty: unknown
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
@@ -304,8 +304,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Everything that a result says: the parts of its verdict, its warnings in their order, and why it ended."""
+    """Everything that a result says: its verdict's parts, its warnings, the names of its evidence, and why it ended."""
 
     verdict: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()  # in their order
+    evidence: tuple[Finding, ...] = ()  # in the plan's order
     stopped: str = ""

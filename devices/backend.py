@@ -56,7 +56,7 @@ class Backend(Protocol):
     memory_words: tuple[str, ...] = ()  # lower case: an error that says one means that memory ran out
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
-    check_module: str = "evener.devices.cpu.device_check"  # `python -m` exits with 0 if the first visible one computes
+    check_module: str = "evener.errors"  # `python -m` exits with 0 if the first visible one computes
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
     double_packages: tuple[tuple[str, str], ...] = ()  # (one, another that evener needs) with the same module
     settle_seconds: float = 0.05  # from a source's first sample to one with rates

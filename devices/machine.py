@@ -253,14 +253,6 @@ class Machine(msgspec.Struct, frozen=True):
         """True if the device is gone at this time."""
         return any(each.lost and each.applies_to(position, at_seconds) for each in self.events)
 
-    def out_of_memory(self, shares: Sequence[int]) -> tuple[int, ...]:
-        """Positions of the devices whose samples don't fit."""
-        return tuple(
-            position
-            for position, share in enumerate(shares)
-            if self.memory_bytes(position, share) > self.usable_memory_bytes(position)
-        )
-
 
 def check_rising(key: str, points: Points) -> None:
     """ValueError unless each size stands once, in rising order."""

@@ -15,8 +15,8 @@ from .types import Device, Source, Term
 # kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
 BACKENDS = {
     "gpu": "evener.devices.nvidia.backend:NvidiaGpus",
-    "cpu": "evener.devices.cpu.backend:CpuSlices",
-    "sim": "evener.devices.simulated.backend:SimulatedDevices",
+    "cpu": "evener.devices.cpu:CpuSlices",
+    "sim": "evener.devices.simulated:SimulatedDevices",
 }
 
 

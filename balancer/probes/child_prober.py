@@ -23,13 +23,13 @@ from evener.errors import DeviceError
 
 from ..request import Job
 from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
-from .child import Inbox
-from .child_facts import add_facts
-from .child_group import ChildGroup, GroupError, RankFailure, RankMap, StoppedError
+from .children import ChildGroup, Inbox
+from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
 from .interference import read_idle
 from .launch_plan import (
     GroupKey,
+    RankMap,
     assign_devices,
     build_commands,
     choose_engine,
@@ -38,9 +38,9 @@ from .launch_plan import (
 )
 from .measurement import Measurement, ProgressReporter, Timeouts, prepare_command
 from .memory_budget import MemoryBudget
-from .prober import Facts, Report
-from .protocol import Built, Prepared, Profile, Profiled, Ready
-from .stack_dump import Stack
+from .prober import Facts, Prober, Report, add_facts
+from .protocol import Built, Prepared, Profile, Profiled, Ready, Stack
+from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
@@ -215,7 +215,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:
-        """The bytes of each device's memory that others hold; empty for none. `clean`: no child of this layout runs."""
+        """The bytes of each device's memory that others hold; empty where none is seen and one of them is unknown.
+
+        `clean`: no child of this layout runs.
+        """
         if key.traits.side_by_side:
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
@@ -224,7 +227,8 @@ class ChildProber:
         with self._lock:
             for position, size in short.items():
                 self._memory.record_short(position, size)
-        return tuple(short.get(i, 0) for i in range(len(self._devices))) if short else ()
+        said = any(short.values()) or set(key.positions) <= short.keys()
+        return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """TensorFlow traces the first size for itself and the second for all: new children get another one first."""
@@ -329,3 +333,10 @@ class ChildProber:
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
+
+
+def make_prober(job: Job, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
+    """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`."""
+    if job.machine is not None:
+        return SimulatedProber(job.machine, job.request.seed, job.request.pace, start_seconds)
+    return ChildProber(job, start_seconds=start_seconds, error_file=error_file)

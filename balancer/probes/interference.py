@@ -14,15 +14,15 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from evener.devices.busy import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.cluster.agents import HostLostError
-from evener.devices.cpu.slices import available_memory_bytes
+from evener.devices.cpu import available_memory_bytes
+from evener.devices.discover import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals, VitalsWatch
 
 from .block_timing import Block
-from .child_group import GroupError, RankFailure, StoppedError
+from .failures import GroupError, RankFailure, StoppedError
 
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
@@ -63,7 +63,7 @@ class InterferenceMonitor:
         return vitals
 
     def measure_short(self, positions: Iterable[int], own: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; positions that lack nothing are left out.
+        """Bytes that each device lacks because others hold them; positions of which that is unknown are left out.
 
         `own` are the pids of the session's children, `clean` the positions where none of them runs. If the driver
         doesn't name processes, the bytes that others hold are known only on a clean device.
@@ -71,11 +71,12 @@ class InterferenceMonitor:
         found: dict[int, int] = {}
         for position in self._own(positions):
             short = self._settled_short(position, own, position in clean)
+            if short is None:
+                continue
             if short > self._short.get(position, 0):
                 step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
                 self._short[position] = -(-short // step) * step
-            if short:
-                found[position] = self._short[position]
+            found[position] = self._short[position] if short else 0
         return found
 
     def close(self) -> None:
@@ -117,29 +118,30 @@ class InterferenceMonitor:
                 detail = words[:1].lower() + words.removesuffix(".")[1:]
                 raise GroupError(RankFailure(ranks[position], "device", detail, gpu=ranks[position]))
 
-    def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int:
-        """Bytes short; more than was last reported only if it lasts, as a process may just be ending."""
+    def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
+        """Bytes short, or None; more than was last reported only if it lasts, as a process may just be ending."""
         reported = self._short.get(position, 0) + _unclear_bytes(self._devices[position].memory_bytes or 0)
         short = self._short_now(position, own, clean)
         for _ in range(SETTLE_READS):
-            if short <= reported:
+            if short is None or short <= reported:
                 break
             time.sleep(SETTLE_SECONDS)
-            short = min(short, self._short_now(position, own, clean))
+            again = self._short_now(position, own, clean)
+            short = None if again is None else min(short, again)
         return short
 
-    def _short_now(self, position: int, own: Collection[int], clean: bool) -> int:
+    def _short_now(self, position: int, own: Collection[int], clean: bool) -> int | None:
         device = self._devices[position]
         usable, whole = device.usable_memory_bytes, device.memory_bytes
         if usable is None or whole is None:
-            return 0
+            return None
         if device.on_cpu:
             left = available_memory_bytes() + sum(_resident_bytes(pid) for pid in own)
             return max(0, usable - left)
         vitals = self._read((position,), SETTLE_SECONDS, full=True).get(position, Vitals())
         others = _others_bytes(vitals, own, clean)
         if others is None or others < _unclear_bytes(whole):
-            return 0
+            return None if others is None else 0
         return max(0, usable - max(0, whole - others))
 
 

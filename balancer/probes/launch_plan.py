@@ -17,12 +17,11 @@ from evener.workloads.protocol import Input, Place, Precision
 
 from ..request import Job
 from ..types import Layout
-from .child_group import RankMap
 from .protocol import Build
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 LOOPBACK = "127.0.0.1"
-ONE_PROCESS = ("towers", "mirrored")  # engines in which one process drives all devices
+ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
 
 
 class GroupKey(msgspec.Struct, frozen=True):
@@ -151,3 +150,18 @@ def _framework_limit(framework: str, device: Device) -> int | None:
     """The cap that the workload sets itself; TensorFlow's and torch's on CPU slices are set from outside."""
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
+
+
+class RankMap(msgspec.Struct, frozen=True):
+    """The positions of a group's ranks among the devices of the request."""
+
+    positions: tuple[int, ...]  # in rank order; of one child over several devices, in its own order of devices
+    one_process: bool = False  # one child over all positions
+    own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
+    threads: int = 1  # of each rank
+    busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy
+
+    @property
+    def unique_positions(self) -> tuple[int, ...]:
+        """Each position once, in rank order."""
+        return tuple(dict.fromkeys(self.positions))

@@ -1,6 +1,6 @@
 """The children and devices of one machine: starts the ones, watches the others.
 
-A session has one for each host of its devices; `remote_host` reaches those that are elsewhere.
+A session has one for each host of its devices; `hosts` reaches those that are elsewhere.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import msgspec
 
 from evener.devices.backend import ChildEnvironment, SharingDaemon
 from evener.devices.child_environment import child_environment
-from evener.devices.cpu.slices import available_memory_bytes
-from evener.devices.host.network import choose_interface
+from evener.devices.cpu import available_memory_bytes
+from evener.devices.network import choose_interface
 from evener.devices.registry import all_backends, find_backend
 from evener.devices.types import Device
 from evener.devices.vitals import Vitals
-from evener.workloads import preload
+from evener.workloads.registry import find_imports
 
-from .child import Child, Inbox
-from .child_group import StoppedError
-from .forked_process import ServerProcess
+from .children import Child, Inbox
+from .failures import StoppedError
+from .fork_server import ServerProcess
 from .interference import InterferenceMonitor
 from .launch_plan import LOOPBACK, find_free_ports
 
@@ -33,7 +33,7 @@ class LocalHost:
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
         self._framework = framework
-        self._imports = preload.find_imports(workload, framework)
+        self._imports = find_imports(workload, framework)
         self._network = choose_interface(name, [device.host for device in devices])
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()

@@ -17,11 +17,12 @@ from ..events import ProbeProgress
 from ..search.statistics import relative_half_width
 from ..types import Layout, Probe, Timed, Warned
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
-from .child_group import ChildGroup, GroupError, RankFailure, RankMap
+from .children import ChildGroup
+from .failures import GroupError, RankFailure
 from .interference import DriverReader, ProbeInterference
+from .launch_plan import RankMap
 from .prober import Report
-from .protocol import Prepare, Prepared, Ran, RunSteps
-from .stack_dump import Stack
+from .protocol import Prepare, Prepared, Ran, RunSteps, Stack
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe

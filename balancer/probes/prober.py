@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
 from typing import Protocol
 
 import msgspec
 
+from evener.devices.registry import all_backends
+
 from ..events import ProbeProgress
+from ..request import Job, deals_by_cost
 from ..types import Observation, Probe
 
 Report = Callable[[ProbeProgress], None]
+
+_FRAMEWORKS = ("tensorflow", "keras", "torch")
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -22,7 +28,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
-    engine: str = ""  # how split layouts were kept in step: towers | mirrored | multiworker | ddp | simulated
+    engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
     workload_digest: str = ""
     batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
@@ -51,3 +57,24 @@ class Prober(Protocol):
 
     def close(self) -> None:
         """End every child. May be called twice, from any thread, and while `measure` runs."""
+
+
+def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
+    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a split.
+
+    The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
+    """
+    names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
+    parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
+    own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+    by_cost = deals_by_cost(resolved.request, resolved.framework)
+    return Facts(
+        versions=before.versions | {name: found[name] for name in names if name in found},
+        driver=before.driver,
+        engine=engine or before.engine,
+        workload_digest=before.workload_digest or own,
+        batch_statistics=found.get("batch_statistics", ""),
+        rows=int(found.get("rows", 0)),
+        lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
+        longest_row=int(found.get("longest_row", -1)),
+    )

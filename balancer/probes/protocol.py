@@ -1,25 +1,34 @@
-"""The messages between a prober and its children: one JSON object per line, typed and bounded.
+"""The messages between a prober and its children: one JSON object per line, typed and bounded; and stacks on a signal.
 
-A child only carries out commands; what to run, for how long, and what an error means is up to the parent.
+A child only carries out commands; what to run, for how long, and what an error means is up to the parent. Where a
+silent child is, the stack says that it writes to standard error on `STACK_SIGNAL`: `faulthandler` writes it without the
+interpreter's help, so it also comes from a child that loops, waits or computes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import re
+import signal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from evener.shares.costs import Cost, Work
 from evener.workloads.profiling import Transfer
 from evener.workloads.protocol import Place
+from evener.workloads.user_code import is_user_file
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Devices = msgspec.Meta(min_length=1, max_length=4096)
-
 LONGEST_LINE_BYTES = 256 << 10
 LONGEST_TEXT = 2000  # characters of an error's text
 LONGEST_TRACEBACK = 40_000  # characters of a traceback: with every one of them escaped, it still fits on a line
+STACK_SIGNAL = signal.SIGUSR1
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\n", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_IMPORTS = "_find_and_load"  # of Python's import statement
+Step = Literal["importing", "loading", "building", "preparing"]
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -136,3 +145,66 @@ reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 def encode_line(message: Command | Reply) -> bytes:
     """The message as a line."""
     return msgspec.json.encode(message) + b"\n"
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """The child ended; `code` is negative for a signal."""
+
+    code: int
+    cap_share: float = 0.0  # the largest sampled memory as a part of its cap; 0 without a cap
+    kernel_killed: bool = False  # the kernel has killed some process for memory since the child started
+    output: str = ""  # the end of what it wrote to standard error and standard output
+
+
+class InvalidReply(msgspec.Struct, frozen=True):
+    """The child sent something that is not a reply."""
+
+    text: str
+
+
+class HostLost(msgspec.Struct, frozen=True):
+    """The child's host has gone, and the child with it."""
+
+    text: str
+
+
+Message = Reply | Exited | InvalidReply | HostLost
+
+
+def parse_reply(text: bytes) -> Reply | InvalidReply:
+    """The reply in a line, or InvalidReply with how the line begins."""
+    try:
+        return reply_decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return InvalidReply(text[:80].decode(errors="replace"))
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """A child's main thread: it imports packages, runs the user's file, calls its function, or does neither."""
+
+    step: Step
+    where: str  # "file.py:12": the user's own line; empty: none
+    text: str
+
+
+def read_stack(output: str) -> Stack | None:
+    """The newest whole stack of a child's main thread in its output; None if there is none yet."""
+    for text in reversed(_THREAD.split(output)[1:]):
+        frames = _FRAME.findall(text)  # the innermost first
+        homes = {(file.rpartition("/")[2], function) for file, _, function in frames}
+        if ("worker.py", "main") in homes:
+            return _describe(frames, homes, text.strip())
+    return None
+
+
+def _describe(frames: list[tuple[str, str, str]], homes: set[tuple[str, str]], text: str) -> Stack:
+    own = next((i for i, (file, _, _) in enumerate(frames) if is_user_file(file)), len(frames))
+    where = "{}:{}".format(*frames[own]) if own < len(frames) else ""
+    step: Step = "preparing"
+    if any(function == _IMPORTS for _, _, function in frames[:own]):
+        step = "importing"
+    elif ("user_code.py", "_import") in homes:
+        step = "loading"
+    elif ("user_code.py", "load") in homes:
+        step = "building"
+    return Stack(step, where, text)

@@ -109,7 +109,6 @@ class _SimulatedProbe:
             for i, size in enumerate(self._memory())
             if size is not None and size > machine.usable_memory_bytes(i) - short[i]
         )
-        short = short if any(short) else ()
         if full:
             self._report(step, "building", None, None)
             return OutOfMemory(self._probe, full, "the samples do not fit the simulated memory", step, short)

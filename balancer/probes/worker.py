@@ -32,7 +32,7 @@ from evener.shares.costs import Work
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 
-from . import protocol, stack_dump
+from ..probes import protocol
 from .fork_server import ForkServer, Importing, die_with_parent, import_first
 
 PARENT_POLL_SECONDS = 1.0
@@ -42,7 +42,7 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 def main() -> None:
     """Import what follows the first argument, then fork children as the socket of that number asks."""
     die_with_parent()
-    faulthandler.register(stack_dump.SIGNAL)
+    faulthandler.register(protocol.STACK_SIGNAL)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         channel.send(msgspec.json.encode(Importing()))
         import_first(sys.argv[2:])

@@ -11,45 +11,48 @@ from evener.errors import DeviceError, NoLayoutError
 
 from ..events import ProbeProgress
 from ..journal import Header, Record
-from ..number_format import join_words, write_share
 from ..request import allows_passes
 from ..types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
 from .measurements import find_taken_bytes
 from .outcome import RunEnd
-from .words import GIB, say_all
+from .words import make_fault
 
-HANGS = "Look for an endless loop there; input() gets none. Or"
 IMPORTING = "unfinished.importing"
-REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
+MEND = Finding("remedy.layout")
 
 
 def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
     """The fault of a run without a plan, by what was seen, what the search believes of the devices, and its ending."""
-    header, seen, unfinished = record.header, record.observations, say_all(end.unfinished)
+    header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
     largest = [curve.largest_batch or 0 for curve in belief.curves]
     too_large = ran and sum(largest) < (header.request.global_batch or 0)
     if too_large and not allows_passes(header.request, header.framework):
-        return NoLayoutError(*_too_large(header, largest, seen))
-    late = end.late
-    failed = "" if too_large and late else list_failures(seen, header.devices)
-    if failed and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
-        return DeviceError(f"No device could be measured: {failed}.", find_backend(header.devices[0].kind).remedy)
-    if failed:
-        return NoLayoutError(f"No layout could be measured: {failed}.", REMEDY)
-    what = "a layout of the global batch" if ran else "anything"
-    if end.interrupted:
-        message = " ".join([f"The search was stopped before {what} was measured.", *unfinished])
-        return NoLayoutError(message, f"Go on with evener balance --resume {header.run}.")
+        return _explain_too_large(header, largest, seen)
+    failures = [] if too_large and end.late else find_failures(seen, header.devices)
+    if failures and all(isinstance(one, Failed) and one.cause == "device" for one in seen):
+        remedy = Finding("remedy.device", {"text": find_backend(header.devices[0].kind).remedy})
+        return make_fault(DeviceError, Finding("fault.no_device"), *failures, remedy=remedy)
+    if failures:
+        return make_fault(NoLayoutError, Finding("fault.no_layout"), *failures, remedy=MEND)
+    return _explain_end(header, ran, end)
+
+
+def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
+    """The fault of a run that was stopped, or whose search or budget was over; `ran`: something was measured."""
     budget = header.request.budget_seconds
-    if budget is None or not late:
-        return NoLayoutError(f"No layout could be measured: {end.why_stopped.rstrip('.')}.", REMEDY)
-    more = f"as in --budget {2 * budget:g}s"
+    if end.interrupted:
+        stopped, resume = Finding("fault.interrupted", {"ran": ran}), Finding("remedy.resume", {"run": header.run})
+        return make_fault(NoLayoutError, stopped, *end.unfinished, remedy=resume)
+    if budget is None or not end.late:
+        ended = Finding("fault.ended", {"reason": end.code, "why": end.why_stopped.rstrip(".")})
+        return make_fault(NoLayoutError, ended, remedy=MEND)
+    longer = {"budget_seconds": 2 * budget}
     slow = all(one.code == IMPORTING for one in end.unfinished)
     if not slow and ":" in header.workload:
-        return NoLayoutError(" ".join(unfinished), f"{HANGS} give it more time, {more}.")
-    message = " ".join([f"The budget of {budget:g} s was over before {what} was measured.", *unfinished])
-    return NoLayoutError(message, f"Give more, {more}.")
+        return make_fault(NoLayoutError, *end.unfinished, remedy=Finding("remedy.endless_loop", longer))
+    over = Finding("fault.budget", {"budget_seconds": budget, "ran": ran})
+    return make_fault(NoLayoutError, over, *end.unfinished, remedy=Finding("remedy.more_budget", longer))
 
 
 def find_unfinished(workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]) -> tuple[Finding, ...]:
@@ -77,7 +80,7 @@ def find_unfinished(workload: str, devices: Sequence[Device], running: Sequence[
     return tuple(found)
 
 
-def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str:
+def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[Finding]:
     """Each device's smallest failure, or the one failure that all share."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
@@ -86,33 +89,36 @@ def list_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> str
         for i in one.devices or one.probe.layout.active:
             if i not in smallest or one.probe.layout.pass_rows[i] < smallest[i].probe.layout.pass_rows[i]:
                 smallest[i] = one
-    details = {_detail(one, devices[i]) for i, one in smallest.items() if isinstance(one, Failed)}
-    if len(smallest) > 1 and len(details) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
-        return f"{join_words([devices[i].label for i in sorted(smallest)])} failed, {details.pop()}"
-    return "; ".join(_failure(i, smallest[i], devices[i]) for i in sorted(smallest))
+    positions = sorted(smallest)
+    causes = {(one.cause, _why(one, devices[i])) for i, one in smallest.items() if isinstance(one, Failed)}
+    if len(smallest) > 1 and len(causes) == 1 and all(isinstance(one, Failed) for one in smallest.values()):
+        ((cause, why),) = causes
+        return [
+            Finding("failure.shared", {"devices": [devices[i].label for i in positions], "cause": cause, "why": why})
+        ]
+    return [_describe(i, smallest[i], devices[i]) for i in positions]
 
 
-def _failure(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
-    batch = write_share(seen.probe.layout.shares[position], seen.probe.layout.pass_rows[position])
+def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> Finding:
+    layout = seen.probe.layout
+    values = {"device": device.label, "rows": [layout.shares[position], layout.pass_rows[position]]}
     if isinstance(seen, OutOfMemory):
-        return f"{device.label} ran out of memory with {batch} samples"
-    return f"{device.label} failed with {batch} samples, {_detail(seen, device)}"
+        return Finding("failure.out_of_memory", values)
+    return Finding("failure.failed", values | {"cause": seen.cause, "why": _why(seen, device)})
 
 
-def _detail(seen: Failed, device: Device) -> str:
+def _why(seen: Failed, device: Device) -> str:
     return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
 
 
-def _too_large(header: Header, largest: Sequence[int], seen: Sequence[Observation]) -> tuple[str, str]:
-    """The message that a fixed global batch is too large for the devices, and its remedy."""
-    taken = find_taken_bytes(seen)
-    fits = []
-    for i, (device, size) in enumerate(zip(header.devices, largest, strict=True)):
-        others = f" (others hold {taken[i] / GIB:.1f} GiB of its memory)" if taken.get(i) else ""
-        fits.append(f"{device.label} holds {size}{others}")
-    more = ", leave out --micro off," if header.request.micro == "off" else ","
-    together = f", which is {sum(largest)} together" if len(fits) > 1 else ""
-    return (
-        f"A global batch of {header.request.global_batch} samples doesn't fit: {join_words(fits)}{together}.",
-        f"Take at most {sum(largest)}{more} or other devices.",
-    )
+def _explain_too_large(header: Header, largest: Sequence[int], seen: Sequence[Observation]) -> NoLayoutError:
+    """The fault of a fixed global batch that is too large for the devices."""
+    taken, most = find_taken_bytes(seen), sum(largest)
+    holds = [
+        {"device": device.label, "rows": rows, "taken_bytes": taken.get(i, 0)}
+        for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True))
+    ]
+    together = most if len(holds) > 1 else None
+    batch = {"batch": header.request.global_batch, "devices": holds, "together": together}
+    remedy = Finding("remedy.smaller_batch", {"rows": most, "micro_off": header.request.micro == "off"})
+    return make_fault(NoLayoutError, Finding("fault.batch_too_large", batch), remedy=remedy)

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from evener.devices.limits import write_limit
+from evener.devices.terms import write_limit
 from evener.devices.types import Device
 from evener.plan.file import (
-    BEST_SINGLE,
-    LARGER_BATCH,
-    SOLO_PREFIX,
     Evidence,
     Fingerprint,
     Plan,
@@ -24,10 +21,10 @@ from evener.plan.file import (
 )
 from evener.plan.layout import Knots
 
-from ..families.registry import SOLO
+from ..families import SOLO
 from ..journal import Header, Record
 from ..number_format import relative_error
-from ..objectives.registry import find_objective
+from ..objectives import find_objective
 from ..probes.launch_plan import MIXED
 from ..probes.prober import Facts
 from ..search.decisions import Stop
@@ -47,10 +44,10 @@ from ..types import (
 )
 from . import measurements
 from .gains import is_certain
-from .layout_names import list_shares, name_candidate
-from .rivals import Rival, compare, find_larger, list_rivals, name_rivals
+from .layout_names import describe, list_shares
+from .rivals import Rival, compare, describe_rivals, find_larger, list_rivals
 from .verdict import cost_ratios, find_verdict
-from .words import say_all, write_verdict
+from .words import say, say_all, write_verdict
 
 MIB = 1 << 20
 MARGIN = 1.3  # on top of a budget that would just have been enough: starts of new children are guessed
@@ -100,7 +97,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
     def write(layout: Layout) -> PlanLayout:
         return _write_layout(layout, devices, facts.engine, search.mean_length)
 
-    evidence = _write_evidence(chosen, rivals, search, devices, write)
+    evidence = _find_evidence(chosen, rivals, search, devices)
     throughput = _write_throughput(figure, chosen.layout, search)
     known = is_certain(figure)
     taken = sorted(measurements.find_taken_bytes(record.observations))
@@ -121,12 +118,14 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         xla=request.xla or "xla" in knobs,
         layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
         throughput=throughput,
-        evidence=evidence,
+        evidence=tuple(_write_evidence(*one, search, write) for one in evidence),
         search=_summarize(record, end),
         fingerprint=_write_fingerprint(header, facts),
         warnings=say_all(warnings),
     )
-    return Outcome(plan, write_verdict(verdict), Said(verdict, warnings, end.code))
+    said = Said(verdict, warnings, tuple(name for name, _ in evidence), end.code)
+    as_read = msgspec.json.decode(msgspec.json.encode(said), type=Said)  # so that a journal gives the same
+    return Outcome(plan, write_verdict(verdict), as_read)
 
 
 def _find_warnings(
@@ -139,7 +138,7 @@ def _find_warnings(
         *(Finding("note", {"text": note}) for note in record.header.notes),
         *(Finding("left_out", {"text": text}) for text in search.options.left_out),
         *find_unequal_rows(search),
-        *find_failures(search, count),
+        *find_not_compared(search, count),
         *find_unmeasured(search, count, cut),
         *find_retreats(search, count),
         *(() if end.interrupted else end.unfinished),
@@ -150,12 +149,13 @@ def _find_warnings(
     )
 
 
-def find_failures(search: Search, devices: int) -> Iterator[Finding]:
+def find_not_compared(search: Search, devices: int) -> Iterator[Finding]:
     """Each layout of the race that did not run."""
     for candidate, seen in search.broken():
-        layout = name_candidate(candidate, devices)
+        layout = describe(candidate, devices)
         if isinstance(seen, Failed):
-            yield Finding("not_compared.failed", {"layout": layout, "why": seen.detail.rstrip(".")})
+            why = seen.detail.rstrip(".")
+            yield Finding("not_compared.failed", {"layout": layout, "cause": seen.cause, "why": why})
         else:
             yield Finding("not_compared.out_of_memory", {"layout": layout})
 
@@ -167,8 +167,8 @@ def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
         return
     others = (*search.results(), *(Result(one.candidate.layout, one.throughput, one.turns) for one in search.ranking()))
     fastest = max((chosen, *others), key=lambda one: one.throughput.value)
-    other, amount = search.value(fastest), objective.write(own)
-    values = {"objective": objective.name, "value": own, "amount": amount, "slowdown": search.problem.max_slowdown}
+    other, reached = search.value(fastest), {"objective": objective.name, "value": own}
+    values = {"reached": reached, "slowdown": search.problem.max_slowdown}
     if fastest.throughput.value <= chosen.throughput.value or not other:
         yield Finding("objective.most", values)
     else:
@@ -177,9 +177,9 @@ def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
 
 def find_unequal_rows(search: Search) -> Iterator[Finding]:
     """Layouts that were asked for but aren't compared, as rows are assigned by cost."""
-    asked = [family.plural for family in search.options.wanted if not family.traits.by_shares]
+    asked = [family.name for family in search.options.wanted if not family.traits.by_shares]
     if asked and search.mean_length:
-        yield Finding("not_compared.by_rows", {"layouts": asked})
+        yield Finding("not_compared.by_rows", {"families": asked})
 
 
 def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> Iterator[Finding]:
@@ -188,8 +188,8 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
         return
     for code, missing in (("unmeasured.layouts", search.unmeasured()), ("unmeasured.packs", search.ungrown())):
         if missing:
-            names = [name_candidate(one, devices) for one in missing]
-            yield Finding(code, {"layouts": names, "enough_seconds": _find_enough(search)})
+            layouts = [describe(one, devices) for one in missing]
+            yield Finding(code, {"layouts": layouts, "enough_seconds": _find_enough(search)})
 
 
 def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
@@ -197,7 +197,7 @@ def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
     for wished, instead in search.retreats():
         if search.turns(instead.layout):
             shares = {"shares": list_shares(wished.layout), "instead": list_shares(instead.layout)}
-            yield Finding("retreat", {"layout": name_candidate(wished, devices), **shares})
+            yield Finding("retreat", {"layout": describe(wished, devices), **shares})
 
 
 def _find_enough(search: Search) -> int:
@@ -219,17 +219,12 @@ def find_short_budget(search: Search, seen: Sequence[Observation], end: RunEnd) 
     )
 
 
-def _write_evidence(
-    chosen: Result,
-    rivals: Sequence[Rival],
-    search: Search,
-    devices: Sequence[Device],
-    write: Callable[[Layout], PlanLayout],
-) -> tuple[Evidence, ...]:
-    """Every rival by its name, the best single device even if it is chosen, and each device alone at its fastest."""
-    names = name_rivals(chosen, rivals, len(devices))
+def _find_evidence(
+    chosen: Result, rivals: Sequence[Rival], search: Search, devices: Sequence[Device]
+) -> list[tuple[Finding, Rival]]:
+    """Every rival with its name, the best single device even if it is chosen, and each device alone at its fastest."""
     larger, single = find_larger(chosen, rivals), search.best_single()
-    found = list(zip(names, rivals, strict=True))
+    found = list(zip(describe_rivals(chosen, rivals, len(devices)), rivals, strict=True))
     by_layout = {one.candidate.layout: one for one in rivals}
 
     def compare_solo(one: Result) -> Rival:
@@ -237,20 +232,24 @@ def _write_evidence(
         figure = chosen.throughput if one.layout == chosen.layout else one.throughput
         return by_layout.get(one.layout) or compare(chosen, Candidate(SOLO, one.layout), figure)
 
-    if single is not None and BEST_SINGLE not in names:
-        found.append((BEST_SINGLE, compare_solo(single)))
+    if single is not None:
+        named = describe(Candidate(SOLO, single.layout), len(devices))
+        if named not in [name for name, _ in found]:
+            found.append((named, compare_solo(single)))
     if larger is not None:
-        found.append((LARGER_BATCH, larger))
+        found.append((Finding("layout.larger_batch"), larger))
     for device, result in zip(devices, search.solos(), strict=True):
         if result is not None:
-            found.append((f"{SOLO_PREFIX}{device.label}", compare_solo(result)))
+            found.append((Finding("layout.alone", {"device": device.label}), compare_solo(result)))
+    return found
 
-    def describe(name: str, one: Rival) -> Evidence:
-        layout, gain = one.candidate.layout, one.gain if one.compared else None
-        figure = _write_throughput(one.throughput, layout, search)
-        return Evidence(name, write(layout), figure, one.tie, gain, one.paired)
 
-    return tuple(describe(name, one) for name, one in found)
+def _write_evidence(name: Finding, one: Rival, search: Search, write: Callable[[Layout], PlanLayout]) -> Evidence:
+    """A rival as the plan has it."""
+    layout, gain = one.candidate.layout, one.gain if one.compared else None
+    figure = _write_throughput(one.throughput, layout, search)
+    busy = layout.traits.alone and len(layout.shares) > 1 and not search.turns(layout)
+    return Evidence(say(name), write(layout), figure, one.tie, gain, one.paired, busy)
 
 
 def _summarize(record: Record, end: RunEnd) -> SearchSummary:

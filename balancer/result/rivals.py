@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..families.family import Family
-from ..families.registry import EVEN, SOLO, SPLIT, family_of
+from ..families import EVEN, SOLO, SPLIT, Family, family_of
 from ..search.layouts import Candidate, is_even
 from ..search.ranking import Standing, overlap
-from ..types import Interval, Layout, Result
+from ..types import Finding, Interval, Layout, Result
 from .gains import is_comparable, printed_gain
-from .layout_names import name_all
+from .layout_names import describe_all
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -84,10 +83,11 @@ def find_own_family(layout: Layout) -> Family:
     return EVEN if is_even(layout) and layout.traits.together else family_of(layout)
 
 
-def name_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[str, ...]:
-    """A name for each, beside the chosen layout's own."""
+def describe_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[Finding, ...]:
+    """A finding for each rival, with a name beside the chosen layout's own."""
     layout = chosen.layout
-    return name_all([Candidate(find_own_family(layout), layout), *(one.candidate for one in rivals)], devices)[1:]
+    own = Candidate(find_own_family(layout), layout)
+    return describe_all([own, *(one.candidate for one in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[Rival]) -> Rival | None:

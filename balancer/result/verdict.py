@@ -11,14 +11,14 @@ import msgspec
 from evener.devices.types import Device
 from evener.shares.costs import Cost
 
-from ..families.registry import FAMILIES
+from ..families import FAMILIES
 from ..number_format import relative_error
 from ..search.layouts import is_even
 from ..search.search import Search
 from ..types import Finding, Interval, Layout, Result, Timed
 from .gains import is_certain, is_rough, printed_gain
 from .layout_names import list_shares
-from .rivals import Rival, find_larger, find_own_family, name_rivals
+from .rivals import Rival, describe_rivals, find_larger, find_own_family
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass
@@ -222,14 +222,14 @@ def _find_knobs(chosen: Result, rivals: Sequence[Rival]) -> Iterator[Finding]:
 
 def _find_ties(chosen: Result, rivals: Sequence[Rival], devices: int) -> Iterator[Finding]:
     """Packs and placements that tie, and those of which too little is certain."""
-    names = name_rivals(chosen, rivals, devices)
+    described = describe_rivals(chosen, rivals, devices)
     tied = [
-        (name, one)
-        for name, one in zip(names, rivals, strict=True)
+        (layout, one)
+        for layout, one in zip(described, rivals, strict=True)
         if one.tie and one.family and not one.candidate.layout.traits.by_shares
     ]
     for code, unclear in (("tie.certain", False), ("tie.unclear", True)):
-        found = [name for name, one in tied if one.unclear == unclear][:MOST_TIES]
+        found = [layout for layout, one in tied if one.unclear == unclear][:MOST_TIES]
         if found:
             yield Finding(code, {"layouts": found})
 

@@ -1,4 +1,4 @@
-"""Findings of a result as codes with values, and the one table that makes sentences of them.
+"""Findings of a search, its faults and next steps as codes with values: the one table that makes sentences of them.
 
 A template names a value and how it is written: `{loss:loss}` is 9 %, or nothing where a format says so, as `{batch:at}`
 does for a layout with as many samples as the chosen one.
@@ -6,18 +6,22 @@ does for a layout with as many samples as the chosen one.
 
 from __future__ import annotations
 
+import shlex
 import string
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
-from ..families.family import MODES
-from ..families.registry import FAMILIES
-from ..number_format import join_words, milliseconds, percent, rate
+import msgspec
+
+from evener.errors import EvenerError
+from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
+
+from ..families import FAMILIES, MODES
+from ..number_format import duration, join_shares, join_words, milliseconds, percent, rate, size, step_time, write_share
+from ..objectives import find_objective
 from ..types import Finding
-from .layout_names import KNOBS, join_shares
 
-GIB = 1 << 30
-
+KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 DOUBTS = {  # the reason not to trust a verdict, the worst first
     "not_finite": "its loss was not finite",
@@ -26,10 +30,12 @@ DOUBTS = {  # the reason not to trust a verdict, the worst first
     "disturbed": "other work took CPU time while it was measured",
     "changed": "the machine's speed changed between measurements",
 }
-UNCERTAIN = {**DOUBTS, "noisy": "its steps vary much", "too_short": "it was timed too shortly"}  # of samples/s
-RIVALS = {"even": "the even split", "even_by_rows": "the even split of rows as they come"}
-BETWEEN = {  # the parts of a verdict, by the first word of their code; "; " between the others
-    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective"), ". "),
+UNCERTAIN = {**DOUBTS, "noisy": "its steps vary a lot", "too_short": "it was timed too briefly"}  # of samples/s
+RIVALS = {"even": "the even split", "even_by_rows": "the even split by number of rows"}
+BETWEEN = {  # the parts of a text, by the first word of their code, or of the codes of two; "; " between the others
+    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective", "outlook"), ". "),
+    "gain gain": " and ",
+    "fault failure": ": ",
     "figure": ": ",
     "gain": ", ",
     "each": ", though ",
@@ -49,7 +55,30 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "gain": lambda share: percent(share, 0 if share >= 0.01 else 1),
     "loss": lambda share: percent(share, 0 if share >= 0.02 else 1),
     "rough": lambda share: percent(share, 0 if share >= 0.005 else 1),
-    "GiB": lambda size: f"{size / GIB:.1f} GiB",
+    "size": size,
+    "duration": duration,
+    "share": lambda share: write_share(*share),
+    "also": lambda knobs: "".join(f", {KNOBS.get(knob, knob)}" for knob in knobs),
+    "apart": lambda shares: f", {join_shares(shares)}" if shares else "",
+    "best": lambda another: "another " if another else "best ",
+    "another": lambda another: "another " if another else "",
+    "layout": lambda layout: say(msgspec.convert(layout, Finding)),
+    "layouts": lambda layouts: join_words([say(msgspec.convert(one, Finding)) for one in layouts]),
+    "families": lambda names: join_words([FAMILIES[name].plural for name in names]),
+    "reached": lambda reached: find_objective(reached["objective"]).write(reached["value"]),
+    "fits": lambda devices: join_words([say(Finding("memory.holds", each)) for each in devices]),
+    "others": lambda count: f" (other processes hold {size(count)} of its memory)" if count else "",
+    "together": lambda rows: f", {rows} in all" if rows else "",
+    "unless": lambda off: ", leave out --micro off," if off else ",",
+    "what": lambda ran: "a layout of the global batch" if ran else "anything",
+    "on": lambda labels: f" on {', '.join(labels)}" if labels else "",
+    "command": shlex.join,
+    "hosts": lambda hosts: f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else "",
+    "framework": lambda name: "" if name == "none" else f" ({name})",
+    "built": lambda seconds: f"built in {duration(seconds)} and stepped" if seconds else "stepped",
+    "stepped": lambda steps: join_words([f"{step_time(seconds)} with {batch} samples" for batch, seconds in steps]),
+    "within": lambda seconds: f", of a budget of {duration(seconds)}" if seconds is not None else "",
+    "simulated": lambda simulated: " of simulated time" if simulated else "",
     "shares": join_shares,
     "ratios": lambda ratios: ":".join(f"{ratio:.3f}" for ratio in ratios),
     "error": lambda share: "" if percent(share, 1) == percent(0.0, 1) else f" ± {percent(share, 1)}",
@@ -68,28 +97,28 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "gap": lambda gap: "" if gap is None else f", the devices' own work within {percent(gap)}",
     "part": lambda seconds: f", its longest part alone {milliseconds(seconds)}" if seconds else "",
     "against": lambda whole: f", against the {milliseconds(whole[0])} of all {whole[1]}" if whole else "",
-    "network": lambda seconds: f", as the network takes {seconds * 1000:.3g} ms of each step" if seconds else "",
+    "network": lambda seconds: f", because the network takes {seconds * 1000:.3g} ms of each step" if seconds else "",
     "is": lambda names: "is" if len(names) == 1 else "are",
-    "tie": lambda names: "ties" if len(names) == 1 else "tie",
+    "tie": lambda layouts: "ties" if len(layouts) == 1 else "tie",
     "fit": lambda rows: f"{rows} sample{'s fit' if rows > 1 else ' fits'}",
     "steps": lambda steps: f"only {steps} step{'s' * (steps > 1)}" if steps else "less than one step",
-    "bound": lambda rows: f"; search with --max-global-batch {rows[0]} for {rows[1]}" if rows else "",
+    "bound": lambda rows: f"; for {rows[1]}, search with --max-global-batch {rows[0]}" if rows else "",
     "doubt": lambda code: UNCERTAIN[code],
-    "as": lambda code: f", as {UNCERTAIN[code]}" if code else "",
+    "as": lambda code: f", because {UNCERTAIN[code]}" if code else "",
     "again": lambda code: "look at it before you train" if code == "not_finite" else "measure again to be sure",
     "who": lambda label: f"{label}: " if label else "",
     "heat": lambda hot: "heat, power or other work; let it cool" if hot else "other work",
     "slower": lambda change: "slower" if change > 0 else "faster",
     "where": lambda place: f", at {place}" if place else "",
-    "begin": lambda text: text.capitalize(),
+    "begin": lambda layout: say(msgspec.convert(layout, Finding)).capitalize(),
 }
 
 SENTENCES = {
     # the verdict
-    "epoch.few_steps": "An epoch is {steps:steps}, as a step takes {batch} of the {rows} rows{bound:bound}",
+    "epoch.few_steps": "An epoch is {steps:steps}, because a step takes {batch} of the {rows} rows{bound:bound}",
     "budget.no_split": "The budget of {budget_seconds:g} s was over before any split was measured: starting processes"
-    " took {start_seconds:.0f} s of it, and --budget {enough_seconds}s should do",
-    "unknown.figure": "The samples/s aren't known ({error:±})",
+    " took {start_seconds:.0f} s of it, and --budget {enough_seconds}s should be enough",
+    "unknown.figure": "The samples/s are too uncertain ({error:±})",
     "figure.samples": "{samples_per_second:rate}{error:error}",
     "figure.tokens": "{tokens_per_second:tokens}{error:error} ({samples_per_second:rate}, {padding:percent}"
     " padding{gap:gap})",
@@ -97,39 +126,42 @@ SENTENCES = {
     "gain.faster": "{gain:gain} faster than {over:over}{batch:at}{paired:in_turn}",
     "gain.slower": "{loss:gain} slower than {over:over}{batch:at}{paired:in_turn}",
     "each.slower": "each training takes {times:.1f} times as long",
-    "split.unknown": "how fast a split over several devices is isn't known",
+    "split.unknown": "the speed of a split over several devices isn't known",
     "split.unmeasured": "no split over several devices was measured{batch:near}",
     "split.tie": "a split over {devices:and}{batch:at} is no faster within the error ({samples_per_second:rate})",
     "split.faster": "a split over {devices:and}{batch:at} is {gain:gain} faster{paired:in_turn}"
     " ({samples_per_second:rate})",
     "split.loses": "a split over {devices:and}{batch:at} loses {loss:loss}{paired:in_turn}",
     "cause.longest_part": ", because its longest part alone still takes {longest_seconds:ms}{whole:against}",
-    "cause.sync": ", because keeping them in step costs {sync_seconds:ms} a step",
-    "cause.unexplained": ": its step takes {step_seconds:ms}{longest_seconds:part}; the rest isn't explained",
-    "larger.adds": "{samples} samples a step would add {gain:fine}{paired:in_turn}",
-    "larger.adds_about": "{samples} samples a step would add {gain:rough}{paired:in_turn}",
+    "cause.sync": ", because synchronizing the devices costs {sync_seconds:ms} a step",
+    "cause.unexplained": ": its step takes {step_seconds:ms}{longest_seconds:part}; the rest is unexplained",
+    "larger.adds": "{samples} samples a step would be {gain:fine} faster{paired:in_turn}",
+    "larger.adds_about": "{samples} samples a step would be {gain:rough} faster{paired:in_turn}",
     "knob.same": "{knobs:knobs} makes no difference",
     "knob.loses": "{knobs:knobs} loses {loss:loss}{paired:in_turn}",
     "knob.gives": "{knobs:knobs} gives {gain:loss}{paired:in_turn}",
-    "tie.certain": "{layouts:and} {layouts:tie} with it",
-    "tie.unclear": "{layouts:and} can't be distinguished from it yet",
-    "hosts.left_out": "{hosts:and} {hosts:is} left out: the fastest split over {most} hosts{batch:at,} makes"
+    "tie.certain": "{layouts:layouts} {layouts:tie} with it",
+    "tie.unclear": "{layouts:layouts} can't be distinguished from it yet",
+    "hosts.left_out": "{hosts:and} {hosts:is} left out: the fastest split over {most} hosts{batch:at,} reaches"
     " {samples_per_second:rate}, {loss:loss} less{network_seconds:network}",
-    "objective.most": "It trains {amount}, the most of the layouts at most {slowdown:percent} slower than the fastest",
-    "objective.more": "It trains {amount}, the most of the layouts at most {slowdown:percent} slower than the fastest,"
-    " and {gain:percent} more than the fastest",
-    "remedy.measure_on": "{doubt:as}: evener balance --resume {run} --budget +5m measures on",
-    "taken.verdict": "others hold memory of {devices:and}, which is left to them",
+    "objective.most": "It reaches {reached:reached}, the most among the layouts at most {slowdown:percent} slower than"
+    " the fastest",
+    "objective.more": "It reaches {reached:reached}, the most among the layouts at most {slowdown:percent} slower than"
+    " the fastest, and {gain:percent} more than the fastest",
+    "remedy.measure_on": "{doubt:as}; to measure longer: evener balance --resume {run} --budget +5m",
+    "taken.verdict": "other processes hold memory of {devices:and}, and the plan leaves it to them",
     "doubt.verdict": "{doubt:doubt}: {doubt:again}",
     # warnings
     "note": "{text}",
     "left_out": "{text}",
-    "not_compared.by_rows": "Not compared: {layouts:and}, which train by rows; --objective samples compares by rows.",
-    "not_compared.failed": "Not compared: {layout}: {why}.",
-    "not_compared.out_of_memory": "Not compared: {layout}: it ran out of memory.",
-    "unmeasured.layouts": "The budget left no time to measure {layouts:and}; --budget {enough_seconds}s should do.",
-    "unmeasured.packs": "Packs still gained when the budget left no time for a {layouts:and}; --budget"
-    " {enough_seconds}s should do.",
+    "not_compared.by_rows": "Not compared: {families:families}, which train by rows; --objective samples compares by"
+    " rows.",
+    "not_compared.failed": "Not compared: {layout:layout}: {why}.",
+    "not_compared.out_of_memory": "Not compared: {layout:layout}: it ran out of memory.",
+    "unmeasured.layouts": "The budget left no time to measure {layouts:layouts}; --budget {enough_seconds}s should be"
+    " enough.",
+    "unmeasured.packs": "Packs were still getting faster when the budget left no time for a"
+    " {layouts:layouts}; --budget {enough_seconds}s should be enough.",
     "retreat": "{layout:begin}: {shares:shares} ran out of memory; {instead:shares} was measured instead.",
     "unfinished.importing": "Importing had not ended after {seconds:.0f} s on {devices:and}{where:where}.",
     "unfinished.loading": "The import of {name} had not ended after {seconds:.0f} s on {devices:and}{where:where}.",
@@ -137,31 +169,80 @@ SENTENCES = {
     "unfinished.preparing": "{name} had not been built after {seconds:.0f} s on {devices:and}{where:where}.",
     "unfinished.warming_up": "The first steps of {name} had not ended after {seconds:.0f} s on"
     " {devices:and}{where:where}.",
-    "doubt.not_finite": "{device:who}The loss was not finite (NaN or infinite) by step {value:.0f}: nothing is learned"
-    " like that; look at the data, the learning rate and the precision.",
-    "doubt.disturbed": "{device:who}Other work took CPU time in {value:percent} of the blocks; stop it and measure"
-    " again.",
-    "doubt.throttled": "{device:who}Some steps were held back (by {value:percent}), as by {hot:heat}; look at evener"
-    " monitor, and measure again.",
-    "doubt.capped": "{device:who}A device was at its power limit in {value:percent} of the time: the figure is that of"
+    "doubt.not_finite": "{device:who}The loss was NaN or infinite at step {value:.0f}, so nothing is learned; check the"
+    " data, the learning rate and the precision.",
+    "doubt.disturbed": "{device:who}Other work took CPU time in {value:percent} of the blocks of steps; stop it and"
+    " measure again.",
+    "doubt.throttled": "{device:who}Some steps were held back (by {value:percent}), perhaps by {hot:heat}; look at"
+    " evener monitor, and measure again.",
+    "doubt.capped": "{device:who}A device ran at its power limit for {value:percent} of the time: the figure holds for"
     " this limit.",
-    "doubt.drift": "{device:who}Steps became {value:tenths} {value:slower} while they were timed; measure again with"
+    "doubt.drift": "{device:who}Steps got {value:tenths} {value:slower} while they were timed; measure again with"
     " {longer}.",
-    "doubt.changed": "{device:who}The same layout was {value:percent} faster in one measurement than in another, as by"
-    " {hot:heat}: gains may be wrong by as much; measure again.",
+    "doubt.changed": "{device:who}The same layout was {value:percent} faster in one measurement than in another,"
+    " perhaps because of {hot:heat}: gains may be off by as much; measure again.",
     "doubt.noisy": "{device:who}The samples/s are only known to within ± {value:tenths}; measure again with {longer}.",
-    "doubt.slow_start": "{device:who}Steps were still becoming faster (by {value:percent}) when the warm-up's time was"
-    " over.",
+    "doubt.slow_start": "{device:who}Steps were still getting faster (by {value:percent}) when the warm-up ended.",
     "doubt.stalled": "{device:who}One block took {value:.1f} times as long as the others.",
     "doubt.too_short": "{device:who}Only {value:.2f} s were timed; give {longer}.",
-    "taken.memory": "{device}: others hold {size_bytes:GiB} of its memory; the batches here leave it to them.",
+    "taken.memory": "{device}: other processes hold {size_bytes:size} of its memory; the plan's batches leave it to"
+    " them.",
     "device.nothing_ran": "{device} was left out, as nothing ran on it: {why}.",
     "device.nothing_fits": "{device} was left out, as not even {rows:fit} in its memory: {why}.",
     "device.failed": "{device} worked at first and then failed every time, so it was left out: {why}.",
     "device.gone": "{device} worked at first and can't be used now: {why}.",
     "passes.statistics": "{layer} sees one pass of {rows} rows, not a device's whole share, so training depends on the"
     " passes; GroupNorm or LayerNorm doesn't, and --micro off makes a plan without passes.",
+    # names of the evidence, besides the families' own
+    "layout.larger_batch": LARGER_BATCH,
+    "layout.alone": SOLO_PREFIX + "{device}",
+    # faults, and what failed
+    "fault.batch_too_large": "A global batch of {batch} samples doesn't fit: {devices:fits}{together:together}",
+    "memory.holds": "{device} holds {rows}{taken_bytes:others}",
+    "fault.no_device": "No device could be measured",
+    "fault.no_layout": "No layout could be measured",
+    "fault.ended": "No layout could be measured: {why}",
+    "fault.interrupted": "The search was stopped before {ran:what} was measured",
+    "fault.budget": "The budget of {budget_seconds:g} s was over before {ran:what} was measured",
+    "fault.cut_off": "The run {run} ended before anything was measured",
+    "fault.no_energy": "{device} reports no energy, so samples per joule can't be compared",
+    "fault.no_lengths": "{workload} gives no lengths of its rows, or all are equal, so tokens can't be counted",
+    "fault.out_of_memory": "Out of memory{devices:on}: {why}",
+    "fault.training": "The training failed: {why}",
+    "fault.workload": "The workload fails: {why}",
+    "fault.no_step": "No step ended within {budget_seconds:g} s",
+    "fault.no_sample": "Not even one sample fits on {device}",
+    "failure.out_of_memory": "{device} ran out of memory with {rows:share} samples",
+    "failure.failed": "{device} failed with {rows:share} samples, {why}",
+    "failure.shared": "{devices:and} failed, {why}",
+    # what to do then
+    "remedy.smaller_batch": "Take at most {rows}{micro_off:unless} or other devices.",
+    "remedy.device": "{text}",
+    "remedy.layout": "Fix what failed, free memory, or choose another workload or other devices.",
+    "remedy.resume": "Go on with evener balance --resume {run}.",
+    "remedy.more_budget": "Raise it, as in --budget {budget_seconds:g}s.",
+    "remedy.endless_loop": "Look there for an endless loop, or for input(), which has nothing to read; or give it more"
+    " time, as in --budget {budget_seconds:g}s.",
+    "remedy.other_devices": "Leave --objective out, or choose other devices.",
+    "remedy.lengths": "Leave --objective out, or see evener help workload.",
+    "remedy.smaller_passes": "Use smaller batches or passes (--micro).",
+    "remedy.again": "Fix that and try again.",
+    "remedy.longer_budget": "Give a longer --budget.",
+    "remedy.free_memory": "Free some of its memory.",
+    # next steps
+    "next.written": "plan written to {path}",
+    "next.export": "to write the plan: evener export {run} -o plan.toml",
+    "next.train": "to train by it{hosts:hosts}: {command:command}",
+    "next.resume": "to go on: evener balance --resume {run}",
+    "next.extend": "the run had ended, and nothing was measured; for more: evener balance --resume {run} --budget +5m",
+    # a dry run
+    "outlook.steps": "{workload}{framework:framework} was {start_seconds:built} on {device}: a step took"
+    " {steps:stepped}",
+    "outlook.simulated": "A simulated model was {start_seconds:built} on {device}: a step took {steps:stepped}",
+    "outlook.search": "A search should take about {seconds:duration}{simulated:simulated}{budget_seconds:within}",
+    "outlook.nothing_kept": "Nothing was kept",
 }
+FaultT = TypeVar("FaultT", bound=EvenerError)
 
 
 class _Writer(string.Formatter):
@@ -191,7 +272,14 @@ def write_verdict(parts: Iterable[Finding]) -> str:
     text = before = ""
     for part in parts:
         group = part.code.partition(".")[0]
-        between = " and " if group == before == "gain" else BETWEEN.get(group, "; ")
+        between = BETWEEN.get(f"{before} {group}") or BETWEEN.get(group, "; ")
         text += (between if text else "") + say(part)
         before = group
     return f"{text}." if text else ""
+
+
+def make_fault(kind: type[FaultT], *parts: Finding, remedy: Finding) -> FaultT:
+    """A fault of this kind that says the parts, then what to do; warnings among them are sentences of their own."""
+    joined = [one for one in parts if one.code.startswith(("fault.", "failure."))]
+    sentences = [write_verdict(joined), *(say(one) for one in parts if one not in joined)]
+    return kind(" ".join(filter(None, sentences)), say(remedy), (*parts, remedy))

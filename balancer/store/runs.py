@@ -22,14 +22,13 @@ from evener.system.state_folders import runs_folder
 
 from .. import journal
 from ..journal import EndedEntry, FailedEntry, Header, Record
-from ..types import Failed, Observation
+from ..types import Failed, Finding, Observation, Said
 from . import replay
 from .locks import is_running, lock_run
 from .notes import RunNote, change_note, read_note
 from .trainings import TrainingRecord, read_training
 
 JOURNAL = "journal.jsonl"
-MOST_RUNS = 20  # searched for solo rates, the newest first
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 State = Literal["running", "finished", "stopped", "failed", "unreadable"]  # stopped: by the user, or cut off
@@ -71,6 +70,8 @@ class StoredRun(msgspec.Struct, frozen=True):
     trouble: str = ""  # why it failed
     seconds: float = 0.0
     note: RunNote = RunNote()
+    findings: Said = Said()  # what the verdict and the plan say, as data; empty for journals up to 0.1
+    faults: tuple[Finding, ...] = ()  # `trouble` as data
 
     def require_plan(self) -> Plan:
         """The plan; RequestError says why there is none."""
@@ -151,20 +152,24 @@ def load_run(name: str) -> StoredRun:
     ended = record.ended
     observations = tuple(entry.seen for entry in record.seen)
     state, trouble = _find_state(record)
-    plan, verdict = _find_plan(record, str(path))
+    plan, verdict, findings = _find_plan(record, str(path))
     interrupted = ended is None or ended.interrupted
-    seconds, note = replay.read_clock(record), read_note(path.parent)
-    return StoredRun(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note)
+    seconds, note = record.clock_seconds, read_note(path.parent)
+    end = record.last_end
+    faults = end.findings if isinstance(end, FailedEntry) else ()
+    return StoredRun(
+        record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note, findings, faults
+    )
 
 
-def _find_plan(record: Record, source: str) -> tuple[Plan | None, str]:
-    """The plan that a run ended with, or that what it measured gives; and the verdict."""
+def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
+    """The plan that a run ended with, or that what it measured gives; the verdict, and both as data."""
     if record.ended is not None:
-        return parse_plan(to_json(record.ended.plan), source), record.ended.verdict
+        return parse_plan(to_json(record.ended.plan), source), record.ended.verdict, record.ended.findings
     with suppress(NoLayoutError):
         found = replay.recover(record)
-        return found.plan, found.verdict
-    return None, ""
+        return found.plan, found.verdict, found.findings
+    return None, "", Said()
 
 
 def annotate_run(
@@ -245,7 +250,7 @@ def _summarize(run: str) -> RunSummary:
         samples_per_second=ended.plan.throughput.samples_per_second if ended else None,
         ratios=ended.plan.ratios if ended else (),
         trouble=trouble,
-        seconds=replay.read_clock(record),
+        seconds=record.clock_seconds,
         budget_seconds=header.request.budget_seconds,
         note=note.note,
         tags=note.tags,

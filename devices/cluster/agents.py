@@ -220,12 +220,6 @@ def find_agent(host: str) -> Agent:
     return agent
 
 
-def end_agents() -> None:
-    """End every actor of this process."""
-    while _agents:
-        _agents.popitem()[1].end()
-
-
 def start_actor(node: Node, gpus: int) -> Any:
     """A new servant on the node, which holds this number of its GPUs."""
     import ray

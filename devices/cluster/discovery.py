@@ -1,10 +1,13 @@
-"""The devices of a Ray cluster that a request names, found on each host by the code that finds them on one machine."""
+"""The devices of a Ray cluster that a request or a plan names.
+
+They are found on each host by the code that finds them on one machine.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -14,13 +17,14 @@ from pathlib import Path
 import msgspec
 
 import evener
-from evener.errors import DeviceError, RequestError
+from evener.errors import DeviceError, PlanError, RequestError
+from evener.plan.file import Plan
 
 from ..listing import Discovery, visible_devices
 from ..registry import BACKENDS, all_backends, find_backend, find_here
 from ..terms import EVERY_HOST
 from ..types import Device, Term
-from .agents import Agent, start_agents
+from .agents import Agent, start_actor, start_agents
 from .connection import Node, connect, list_nodes
 
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
@@ -200,3 +204,36 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
             there = "; ".join(f"{version} on {', '.join(names)}" for version, names in hosts.items())
             lines.append(f"The hosts have different versions of {name}: {there}.")
     return tuple(lines)
+
+
+def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
+    """The node of each host that computes, by the plan's name for it, the plan's first one first.
+
+    PlanError if the plan names no hosts; RequestError or DeviceError if one of them isn't in the cluster at `address`.
+    """
+    hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
+    if not hosts[0]:
+        raise PlanError("The plan is for one machine, and names no hosts.", "Start it with evener launch, without Ray.")
+    connect(address)
+    nodes = list_nodes()
+    return {host: find_node(host, nodes) for host in hosts}
+
+
+def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
+    """Actors that hold the node's free GPUs but for the wanted ones, which are then all that Ray can give away there.
+
+    DeviceError if one that is wanted isn't free. What is held is given back when the actors are forgotten.
+    """
+    if node.gpus == node.free_gpus == len(wanted):
+        return []
+    agents = [Agent(node, start_actor(node, 1)) for _ in range(node.free_gpus)]
+    held = {",".join(agent.call(name_gpus, agent.finish(agent.begin("gpu_ids")))): agent for agent in agents}
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise DeviceError(
+            f"The host {node.host} has no free GPU {', '.join(missing)}: another job of the cluster holds it.",
+            "Wait for those jobs, or make a plan for what is there.",
+        )
+    for name in wanted:
+        held.pop(name).end()
+    return list(held.values())

@@ -1,4 +1,4 @@
-"""The meaning of a child's exception, exit code or signal: out of memory, or something else. Pure.
+"""Failures of a layout's children: what an exception, exit code or signal means, memory or something else. Pure.
 
 The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU allocators. Kills by
 the kernel for lack of memory are counted by the kernel itself.
@@ -10,10 +10,21 @@ import re
 import signal
 from collections.abc import Sequence
 
+import msgspec
+
 from evener.devices.registry import all_backends
 
 from ..types import Cause
+from .protocol import (
+    ChildError,
+    Exited,
+    Stack,
+)
 
+_CAUSE_ORDER: tuple[Cause, ...] = ("device", "raised", "signal", "exit", "protocol", "unsupported", "timeout")
+_LOST_A_PEER = ("unavailable", "cancelled", "canceled", "connection reset", "connection closed", "has gone", "aborted")
+_USER_ERRORS = ("UserCodeError", "RequestError", "SyntaxError")
+_OWN_WORDS = ("UserCodeError", "RequestError", "EvenerError")  # their text says what kind of error it is
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
 _NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long
 _TEXT = (
@@ -37,6 +48,67 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
 _LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")  # TensorFlow: where it was, then what it was
 _NEXT_LINE_BEHIND = ("Exception encountered when calling",)  # Keras: the layer, what it was, then the arguments
 _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
+
+
+class StoppedError(Exception):
+    """The session stops: what was running has no outcome. `stack`: where a child was that had not begun to measure."""
+
+    def __init__(self, stack: Stack | None = None) -> None:
+        super().__init__(stack)
+        self.stack = stack
+
+
+class RankFailure(msgspec.Struct, frozen=True):
+    """The failure of one rank, with its cause."""
+
+    rank: int
+    cause: Cause
+    detail: str  # one line
+    out_of_memory: bool = False
+    gpu: int | None = None  # the framework's number of the GPU that ran out of memory, if it named one
+    output: str = ""  # the whole traceback, or the end of standard error
+    user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """True if the message is one of a rank that stopped because another rank did."""
+        return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
+
+
+class GroupError(Exception):
+    """The group can't go on; its children are not used again."""
+
+    def __init__(self, *failures: RankFailure) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+    @property
+    def root(self) -> RankFailure:
+        """The likely cause: out of memory before other failures, a rank that only lost a peer last."""
+        return min(
+            self.failures, key=lambda f: (not f.out_of_memory, f.lost_a_peer, _CAUSE_ORDER.index(f.cause), f.rank)
+        )
+
+
+def exit_failure(rank: int, end: Exited) -> RankFailure:
+    """The failure of a rank whose child has ended, by its exit code and last output."""
+    memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
+    cause, words = describe_exit(end.code)
+    return RankFailure(rank, cause, words, memory, output=end.output)
+
+
+def error_failure(rank: int, error: ChildError) -> RankFailure:
+    """The failure of a rank whose child reported an exception, in one line."""
+    memory = error_is_memory(error.types, error.text)
+    words = one_line(error.text)
+    if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
+        words = f"{error.types[0]}: {words}"
+    if error.where and error.where not in words:
+        words = f"{error.where}: {words}"
+    gpu = find_gpu_number(error.text) if memory else None
+    own = bool(error.where) or any(kind in _USER_ERRORS for kind in error.types)
+    user_code = own and not memory and not names_hardware(error.text)
+    return RankFailure(rank, "raised", words, memory, gpu, error.traceback, user_code)
 
 
 def error_is_memory(types: Sequence[str], text: str) -> bool:

@@ -13,11 +13,10 @@ from evener.devices.types import group_by_host
 from evener.errors import RequestError
 from evener.workloads import registry
 
-from ..families.family import Family, PackMode, Placement
-from ..families.registry import FAMILIES, find_families
-from ..request import Job, Request
-from ..search.layouts import Knob, LayoutOptions
-from .job import take_in
+from .families import FAMILIES, Family, PackMode, Placement, find_families
+from .intake import take_in
+from .request import Job, Request
+from .search.layouts import Knob, LayoutOptions
 
 SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")

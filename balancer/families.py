@@ -1,0 +1,292 @@
+"""The families: ways to use the devices, of which a search compares layouts.
+
+`Family` is what each of them has to say; `FAMILIES` lists them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.plan.layout import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, KINDS, Traits
+from evener.shares.whole_rows import even
+
+from .types import Layout
+
+PackMode = Literal["", "logical", "mps"]
+NAMED = "{knobs:also}{shares:apart}"  # behind a layout's name: knobs, and its samples where the name isn't enough
+MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
+PACK_SIZES = 2  # that a way of packing is measured with at the least
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """A workload's own way to lay its parts on devices."""
+
+    name: str
+    devices: int = 2  # most that it uses
+
+
+class Offer(Protocol):
+    """The ways of running trainings that the machine and the workload offer to families."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The workload's own ways to lay its parts on devices."""
+
+    @property
+    def pack_modes(self) -> tuple[PackMode, ...]:
+        """The ways in which several trainings can share a device."""
+
+
+class View(Protocol):
+    """The findings of exploration by which families choose their layouts; lists have the best first."""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+
+    @property
+    def options(self) -> Offer:
+        """The families that were asked for, and what the machine offers them."""
+
+    @property
+    def by_rows(self) -> bool:
+        """True if devices take rows in the order of the data; False if rows are assigned by what they cost."""
+
+    @property
+    def common_batch(self) -> int | None:
+        """The batch for layouts that have none of their own; None before one is known."""
+
+    @property
+    def singles(self) -> Sequence[Layout]:
+        """One device alone: the best one, and others that may beat it."""
+
+    @property
+    def splits(self) -> Sequence[Layout]:
+        """Splits worth a race; none unless they were asked for."""
+
+    @property
+    def even_splits(self) -> Sequence[Layout]:
+        """Even splits at about the batch of the best split."""
+
+    @property
+    def packs(self) -> Sequence[Layout]:
+        """The best pack of each mode, or the first to try."""
+
+
+class Family(ABC):
+    """A way to use the devices.
+
+    `kind` is the name that its layouts have in journals and plans, `name` its own on the command line and in JSON.
+    """
+
+    name: str
+    kind: str
+    fewest_devices = 1
+    simplicity = 0  # of layouts that tie, the one with the least is chosen
+    start_cost = 1.0  # to start one of its processes, as a multiple of that of a device alone
+    more_children = False  # its layouts need processes that exploration doesn't start
+    explored = False  # exploration measures its layouts, and costs that only they show
+    equal_shares = False  # what frameworks do by default: gains are said against it
+    titled: str  # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
+    advice: str
+    subjected = ""  # and a layout as a subject, for families that aren't one training by its shares;
+    plural = ""  # all of them
+
+    @property
+    def traits(self) -> Traits:
+        """The traits that all layouts of the family share."""
+        return KINDS[self.kind]
+
+    @abstractmethod
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """The family's layouts for the race, the best first."""
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """The number of process groups that measure all layouts of the family once; families of one kind share them."""
+        return 1
+
+    def code(self, layout: Layout, devices: int) -> str:
+        """The code of the finding that names a layout; `devices` is how many there are."""
+        return f"layout.{self.name}"
+
+    def sentences(self) -> dict[str, str]:
+        """Templates of `result.words` by code: a layout's name, what to do, and what a layout loses as a rival."""
+        found = {
+            f"layout.{self.name}": self.titled + NAMED,
+            f"advice.{self.name}": self.advice + "{knobs:with}",
+        }
+        if self.subjected:
+            found[f"{self.name}.faster"] = (
+                self.subjected + "{batch:at} {trainings:be} {gain:gain} faster{paired:in_turn}"
+            )
+            found[f"{self.name}.loses"] = self.subjected + "{batch:at} {trainings:lose} {loss:loss}{paired:in_turn}"
+        return found
+
+
+class SoloFamily(Family):
+    """One training on one device; the others are left out."""
+
+    name = kind = "solo"
+    titled = "{another:best}" + BEST_SINGLE.removeprefix("best ")
+    advice = "Use {devices:and}{alone:alone}, {shares:shares} samples a step"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """The best device, and others that the race favours."""
+        return view.singles
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """The number of process groups that this family adds: none, as every search measures one device alone."""
+        return 0
+
+
+def device_counts(devices: int) -> tuple[int, ...]:
+    """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
+    counts, count = [], 2
+    while count < devices:
+        counts.append(count)
+        count *= 2
+    return (*counts, devices) if devices > 1 else ()
+
+
+class EvenFamily(Family):
+    """One training whose devices have equal shares."""
+
+    name, kind = "even", "split"
+    fewest_devices = 2
+    simplicity = 1
+    start_cost = 1.5  # its processes have to meet
+    equal_shares = True
+    titled = "{another:another}" + EVEN_SPLIT
+    advice = "Split evenly over {devices:and} ({shares:shares} samples)"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """Over all devices and fewer, once it is clear what batch splits take."""
+        return view.even_splits
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """The number of process groups: one for each number of devices."""
+        return len(device_counts(devices))
+
+    def code(self, layout: Layout, devices: int) -> str:
+        """A code of its own where the split isn't over all devices."""
+        return super().code(layout, devices) + ("" if len(layout.active) == devices else "_over")
+
+    def sentences(self) -> dict[str, str]:
+        """The family's sentences, with a name for splits over some of the devices."""
+        return {**super().sentences(), f"layout.{self.name}_over": "{another:another}even over {count}" + NAMED}
+
+
+class SplitFamily(Family):
+    """One training whose devices have the shares that they finish at the same time."""
+
+    name = kind = "split"
+    fewest_devices = 2
+    simplicity = 2
+    start_cost = 1.5  # its processes have to meet
+    explored = True
+    titled = "{another:best}" + BEST_SPLIT.removeprefix("best ")
+    advice = "Split {ratios:ratios} over {devices:and} ({shares:shares} samples)"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """The preferred split, and others that may beat it; one of them may be one device."""
+        return view.splits
+
+    def sentences(self) -> dict[str, str]:
+        """The family's sentences, with another advice for rows that are assigned by cost: there the cost is split."""
+        by_cost = "Split the cost of each batch {ratios:ratios} over {devices:and} ({samples} samples){knobs:with}"
+        return {**super().sentences(), "advice.cost": by_cost}
+
+
+def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
+    """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
+    size = single.global_batch if batch is None else batch
+    return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
+
+
+class PackFamily(Family):
+    """The number of trainings that together get the most out of one device."""
+
+    name = kind = "pack"
+    simplicity = 4
+    start_cost = 0.8  # of each training
+    more_children = True
+    titled = "{another:another}pack of {trainings}{mode:mode}"
+    advice = "Run {trainings} trainings side by side on {devices:and}{mode:mode}, {samples} samples each"
+    subjected = "{trainings} trainings side by side"
+    plural = "packs"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """The best number of trainings in each mode, or the fewest."""
+        return view.packs
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """Two sizes of each mode."""
+        return PACK_SIZES * len(offer.pack_modes)
+
+
+def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
+    """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
+    used = min(devices, placement.devices)
+    if used < 2 or batch < used:
+        return None
+    shares = (*even(batch, used), *[0] * (devices - used))
+    return Layout("place", shares, placement=placement.name)
+
+
+class PlaceFamily(Family):
+    """One training in one process, whose parts lie as the workload says."""
+
+    name = kind = "place"
+    fewest_devices = 2
+    simplicity = 3
+    more_children = True
+    titled = "{another:another}place {placement}"
+    advice = "Place the model's parts as {placement} over {devices:and}, {samples} samples"
+    subjected = "the placement {placement}"
+    plural = "placements"
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """Each placement, at the batch of the best single device."""
+        if view.common_batch is None or not view.by_rows:
+            return []
+        found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
+        return [layout for layout in found if layout is not None]
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """A process for each placement."""
+        return len(offer.placements)
+
+
+SOLO, EVEN, SPLIT, PACK, PLACE = SoloFamily(), EvenFamily(), SplitFamily(), PackFamily(), PlaceFamily()
+
+FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK, PLACE)}
+
+
+def add(family: Family, traits: Traits | None = None) -> None:
+    """Add a family; with the traits of its layouts if they are of a kind of their own."""
+    FAMILIES[family.name] = family
+    if traits is not None:
+        KINDS[family.kind] = traits
+
+
+def find_family(name: str) -> Family:
+    """A family by its name; RequestError if there is none."""
+    if name not in FAMILIES:
+        raise RequestError(f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
+
+
+def find_families(names: Iterable[str]) -> tuple[Family, ...]:
+    """The families of these names, in the order of the registry."""
+    wanted = {find_family(name).name for name in names}
+    return tuple(family for name, family in FAMILIES.items() if name in wanted)
+
+
+def family_of(layout: Layout) -> Family:
+    """A layout's family, by its kind."""
+    return FAMILIES[layout.kind]

@@ -1,0 +1,200 @@
+"""The way in: a request, the devices and the workload become a job that is checked, once, before anything starts.
+
+Everything that can be wrong with a request is found here, before a run is made or a child is started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+import msgspec
+
+from evener.devices.child_environment import child_environment
+from evener.devices.cluster.agents import find_agent
+from evener.devices.discover import discover, find_others
+from evener.devices.listing import Discovery
+from evener.devices.machine import Machine
+from evener.devices.terms import write_limit
+from evener.devices.types import Device, group_by_host
+from evener.errors import DeviceError, EvenerError, RequestError
+from evener.workloads import registry
+
+from .journal import Header
+from .number_format import join_words
+from .objectives import OBJECTIVES, find_objective
+from .probes.launch_plan import ONE_PROCESS
+from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
+from .types import Problem
+
+SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
+NOT_RUN = "simulated devices have the speeds of a model of their own."
+LARGEST_BATCH = 1 << 30
+MOST_DEVICES = 1024
+
+
+def take_in(request: Request) -> Job:
+    """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
+    check_request(request)
+    found = discover(request.devices, ray_address=request.ray_address)
+    name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
+    entry = registry.find(name, request.framework)
+    settings = registry.resolve_settings(entry, request.settings)
+    hosts = group_by_host(found.devices)
+    check_fit(request, entry.framework, found, len(hosts), settings)
+    if found.machine is not None:
+        own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
+        notes, largest = (*own, *found.notes, SIMULATED), None
+    else:
+        notes, largest = (*found.notes, *check_hosts(hosts, entry.framework)), entry.largest_share
+    job = Job(request, found.devices, name, entry.framework, largest, notes, found.machine, found.driver)
+    check_problem(job.problem)
+    return job
+
+
+def read_job(header: Header) -> Job:
+    """The job of a journal; RequestError if no search can do it, as somebody may have changed the file."""
+    check_request(header.request)
+    check_problem(header.job.problem)
+    return header.job
+
+
+def check_fit(request: Request, framework: str, found: Discovery, hosts: int, settings: object) -> None:
+    """RequestError for an option or a setting that these devices or this framework can't follow."""
+    if found.machine is not None:
+        _check_simulated(request)
+    _check_engine(request.engine, framework, found.devices, hosts)
+    if find_objective(request.objective).needs_energy:
+        _check_energy(found.devices, found.machine)
+    _check_json(settings)
+
+
+def _check_simulated(request: Request) -> None:
+    """RequestError for an option that only real devices have."""
+    for name, option in (("precision", "--precision"), ("xla", "--xla"), ("input", "--input"), ("engine", "--engine")):
+        if getattr(request, name) != getattr(Request(), name):
+            message = f"{option} has no effect on simulated devices, whose speeds are written down."
+            raise RequestError(message, f"Leave {option} out.")
+
+
+def _check_engine(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> None:
+    """RequestError unless the engine exists for this framework and these devices."""
+    if engine == "auto":
+        return
+    if framework != "tensorflow":
+        raise RequestError(f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out.")
+    if engine in ONE_PROCESS and hosts > 1:
+        raise RequestError(f"--engine {engine} has one process for all devices.", "Use multiworker on several hosts.")
+    limited = [d for d in devices if d.limit and (d.limit.percent or d.on_cpu)]
+    if engine in ONE_PROCESS and limited:
+        raise RequestError(
+            f"{limited[0].label} is limited to {write_limit(limited[0].limit)}, which needs its own process; "
+            f"--engine {engine} has one process for all devices.",
+            "Use --engine multiworker, or leave the limit out.",
+        )
+
+
+def _check_energy(devices: Sequence[Device], machine: Machine | None) -> None:
+    """RequestError for a device that can't report its energy."""
+    cause = "samples per joule can't be compared."
+    for position, device in enumerate(devices):
+        if device.on_cpu:
+            raise RequestError(f"CPU slices report no energy, so {cause}", "Leave --objective out, or choose GPUs.")
+        if machine is not None and machine.devices[position].power_watts is None:
+            remedy = "Leave --objective out, or give `power_watts` in a machine file."
+            raise RequestError(f"The power of {device.label} isn't written down, so {cause}", remedy)
+
+
+def _check_json(settings: object) -> None:
+    try:
+        msgspec.json.encode(settings)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(
+            f"A setting can't be written to the journal: {error}.", "Use numbers, text and lists."
+        ) from None
+
+
+def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
+    """Notes on GPUs that others use; RequestError or DeviceError if a host can't train on its devices."""
+    notes: list[str] = []
+    for host, own in hosts.items():
+        try:
+            notes += find_agent(host).call(check_here, own, framework) if host else check_here(own, framework)
+        except EvenerError as fault:
+            if host and host not in fault.message:
+                raise type(fault)(f"{host}: {fault.message}", fault.remedy) from None
+            raise
+    return tuple(notes)
+
+
+def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
+    """Notes on devices of this machine that others use; an error if the framework can't train on them.
+
+    DeviceError if others hold the memory of all of them.
+    """
+    _check_installed(framework)
+    for device in devices:
+        child_environment([device], framework)
+    full, busy = find_others(devices)
+    if len(full) == len(devices):
+        raise DeviceError(" ".join(full), "Stop those processes, wait for them, or choose other --devices.")
+    return (*full, *busy)
+
+
+def _check_installed(framework: str) -> None:
+    if framework != "none" and find_spec(framework) is None:
+        raise RequestError(f"{framework} is not installed.", f"Install it: pip install 'evener[{framework}]'.")
+
+
+def check_request(request: Request) -> None:
+    """Raise RequestError for the first number or word that is out of range."""
+    unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
+    for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
+        if number is not None and not 1 <= number <= LARGEST_BATCH:
+            raise RequestError(f"{option} is {number}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
+    if largest is not None and largest < unit:
+        raise RequestError(
+            f"--max-global-batch {largest} is below one share of {unit} samples.", "Raise it, or lower --multiple-of."
+        )
+    if batch is not None and batch % unit:
+        raise RequestError(f"--global-batch {batch} is not a multiple of {unit}.", "Change it, or --multiple-of.")
+    if batch is not None and largest is not None and batch > largest:
+        raise RequestError(f"--global-batch {batch} is above --max-global-batch {largest}.", "Give one of them.")
+    budget = request.budget_seconds
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
+    if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
+        raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
+    if not 0 <= request.max_slowdown < 1:
+        raise RequestError(f"--max-slowdown is {100 * request.max_slowdown:g}%.", "Give 0% or more and below 100%.")
+    if not (math.isfinite(request.pace) and request.pace >= 0):
+        raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
+    for option, word, words in (
+        ("--objective", request.objective, tuple(OBJECTIVES)),
+        ("--precision", request.precision, PRECISIONS),
+        ("--input", request.input, INPUTS),
+        ("--engine", request.engine, ENGINES),
+        ("--micro", request.micro, MICROS),
+    ):
+        if word not in words:
+            raise RequestError(f"{option} {word!r} is not known.", f"Choose {join_words(words, 'or')}.")
+
+
+def check_problem(problem: Problem) -> None:
+    """Raise RequestError for a problem that has no answer."""
+    quantum, batch, largest = problem.multiple_of, problem.global_batch, problem.largest_share
+    if not 1 <= problem.devices <= MOST_DEVICES:
+        raise RequestError(
+            f"{problem.devices} devices can't be balanced.", f"Name between 1 and {MOST_DEVICES} devices."
+        )
+    for position, size in enumerate(problem.memory_bytes):
+        if size is not None and size <= 0:
+            raise RequestError(f"Device {position} has {size} bytes of memory.", "Give a size above 0, or none.")
+    if largest is not None and largest < quantum:
+        raise RequestError(f"A largest share of {largest} is below {quantum}.", f"Give {quantum} samples or more.")
+    if batch is not None and batch < problem.devices * quantum:
+        raise RequestError(
+            f"A global batch of {batch} can't give each of {problem.devices} devices {quantum} or more.",
+            "Make it larger, or name fewer devices.",
+        )

@@ -1,0 +1,293 @@
+"""The child processes of a layout: each is started, written to, read from and ended; together they form a group.
+
+Threads of this process drain a child's two pipes, so no amount of output can block it or fill this process' memory.
+A layout has one child on one device, one child over several GPUs, or a child per device that step as a group. When one
+of them fails, the others get a moment to report too; the failure that caused the rest is then chosen by what they said.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+import psutil
+
+from .failures import GroupError, RankFailure, StoppedError, error_failure, exit_failure, one_line
+from .fork_server import WAIT_SECONDS, ForkedProcess
+from .launch_plan import RankMap
+from .protocol import (
+    LONGEST_LINE_BYTES,
+    STACK_SIGNAL,
+    Begin,
+    Built,
+    ChildError,
+    Command,
+    Exited,
+    HostLost,
+    InvalidReply,
+    Message,
+    Prepared,
+    Ready,
+    Reply,
+    Rest,
+    Rested,
+    Stack,
+    encode_line,
+    parse_reply,
+    read_stack,
+)
+
+STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
+DRAIN_SECONDS = 0.2  # for the rest of standard error, which what it started may keep open
+STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
+_READ_BYTES = 64 << 10
+TICK_SECONDS = 0.05
+GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed
+
+
+Inbox = queue.Queue[tuple[int, Message]]
+
+
+class RunningChild(Protocol):
+    """A child on any host, as a group uses it; `Child` says what its members are."""
+
+    rank: int
+
+    def send(self, command: Command) -> None: ...
+
+    def sample_memory(self) -> None: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def find_stack(self) -> Stack | None: ...
+
+    def find_loss(self) -> str: ...
+
+    def end(self) -> None: ...
+
+
+class Child:
+    """A running worker. Its messages go to `inbox` with its rank; it is killed with its whole process group."""
+
+    def __init__(
+        self, rank: int, inbox: Inbox, process: ForkedProcess, cores: tuple[int, ...], cap_bytes: int | None
+    ) -> None:
+        self.rank = rank
+        self._cap_bytes = cap_bytes
+        self._inbox = inbox
+        self._stderr: deque[bytes] = deque()
+        self._stderr_bytes = 0
+        self._peak_bytes = 0
+        self._kills_before = _kernel_kills()
+        self._process = process
+        self._stderr_reader = self._start_thread(self._read_stderr, process.stderr)
+        self._start_thread(self._read_replies, process.stdout)
+        self.send(Begin(cores))
+
+    def _start_thread(self, read: Callable[[BinaryIO], None], stream: BinaryIO) -> threading.Thread:
+        thread = threading.Thread(target=read, args=(stream,), name=f"child of rank {self.rank}", daemon=True)
+        thread.start()
+        return thread
+
+    def send(self, command: Command) -> None:
+        """Send a command; if the child is gone, the inbox says so."""
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(encode_line(command))
+            self._process.stdin.flush()
+
+    def sample_memory(self) -> None:
+        """Remember how much memory it holds, in case it ends without a message."""
+        with suppress(psutil.Error):
+            if self.pid:
+                self._peak_bytes = max(self._peak_bytes, psutil.Process(self.pid).memory_info().rss)
+
+    @property
+    def pid(self) -> int:
+        """The process id of the child; 0 until it runs."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True until the child has ended."""
+        return self._process.returncode is None
+
+    @property
+    def stderr_tail(self) -> str:
+        """The end of what it wrote to standard error and standard output."""
+        return b"".join(self._stderr).decode(errors="replace") + self._process.read_log()
+
+    def find_stack(self) -> Stack | None:
+        """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
+        self._process.send_signal(STACK_SIGNAL)
+        deadline = time.monotonic() + STACK_SECONDS
+        while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return stack
+
+    def find_loss(self) -> str:
+        """The reason why the child's host doesn't answer; empty, as this machine does."""
+        return ""
+
+    def end(self) -> None:
+        """Kill the child and its process group now; safe to call twice."""
+        self._process.kill()
+        if self.pid:
+            self._process.wait(WAIT_SECONDS)
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def _read_replies(self, stream: BinaryIO) -> None:
+        rest = b""
+        while part := _read(stream):
+            *lines, rest = (rest + part).split(b"\n")
+            for text in lines:
+                self._put(parse_reply(text))
+            if len(rest) > LONGEST_LINE_BYTES:
+                self._put(InvalidReply("a line without an end"))
+                rest = b""
+        self._process.wait(WAIT_SECONDS)
+        code = self._process.returncode
+        self._put(InvalidReply("it closed its output") if code is None else self._describe_exit(code))
+        stream.close()
+
+    def _describe_exit(self, code: int) -> Exited:
+        self._stderr_reader.join(DRAIN_SECONDS)
+        share = self._peak_bytes / self._cap_bytes if self._cap_bytes else 0.0
+        return Exited(code, share, _kernel_kills() > self._kills_before, self.stderr_tail)
+
+    def _read_stderr(self, stream: BinaryIO) -> None:
+        while part := _read(stream):
+            self._stderr.append(part)
+            self._stderr_bytes += len(part)
+            while self._stderr_bytes - len(self._stderr[0]) >= STDERR_BYTES:
+                self._stderr_bytes -= len(self._stderr.popleft())
+        stream.close()
+
+    def _put(self, message: Message) -> None:
+        """Into the inbox; what a child sends beyond its capacity is dropped."""
+        with suppress(queue.Full):
+            self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
+
+
+def _read(stream: BinaryIO) -> bytes:
+    try:
+        return os.read(stream.fileno(), _READ_BYTES)
+    except (OSError, ValueError):
+        return b""
+
+
+def _kernel_kills() -> int:
+    """The number of processes that the kernel has killed for memory since boot; 0 if it does not say."""
+    with suppress(OSError):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+class ChildGroup:
+    """Children in rank order, with one inbox."""
+
+    def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
+        self.children, self.ranks = list(children), ranks
+        self.fresh = True  # it has not measured anything yet
+        self.import_seconds = 0.0  # that its children waited for the process that they are forked from
+        self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
+        self._inbox = inbox
+
+    def call(
+        self, command: Callable[[int], Command], expected: type[Reply], seconds: float, stop: threading.Event
+    ) -> list[Reply]:
+        """Send every rank its command at once and wait for all replies."""
+        for child in self.children:
+            child.send(command(child.rank))
+        return self.receive(expected, seconds, stop)
+
+    def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
+        """One reply of the expected type from every rank, in rank order; GroupError if they don't come in `seconds`.
+
+        A rank that is silent when another fails is no failure of its own: it only was not waited for.
+        """
+        deadline = time.monotonic() + seconds
+        replies: dict[int, Reply] = {}
+        failures: dict[int, RankFailure] = {}
+        while len(replies) + len(failures) < len(self.children) and time.monotonic() <= deadline:
+            if stop.is_set():
+                late = [child for child in self.children if child.rank not in replies]
+                raise StoppedError(late[0].find_stack() if expected in (Ready, Built, Prepared) else None)
+            received = self._next_message()
+            if received is None:
+                continue
+            rank, message = received
+            if isinstance(message, expected) and rank not in replies:
+                replies[rank] = message
+            elif rank not in failures:
+                replies.pop(rank, None)
+                failures[rank] = self._failure(rank, message)
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        ranks = range(len(self.children))
+        for rank in ranks if failures else ():  # the others may have failed because its host has gone
+            if rank not in replies and rank not in failures and (loss := self.children[rank].find_loss()):
+                failures[rank] = RankFailure(rank, "device", loss)
+        if not failures:
+            failures = {rank: self._silence(rank, seconds) for rank in ranks if rank not in replies}
+        if failures:
+            raise GroupError(*failures.values())
+        return [replies[rank] for rank in ranks]
+
+    def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
+        """Let every rank give back memory that isn't in use: position -> the bytes that are kept, where that is known.
+
+        It may take `seconds`; GroupError and StoppedError as in `receive`.
+        """
+        replies = self.call(lambda _: Rest(), Rested, seconds, stop)
+        sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]
+        kept: defaultdict[int, int] = defaultdict(int)
+        for position, size in zip(self.ranks.positions, sizes, strict=False):
+            if size is not None:
+                kept[position] += size
+        return dict(kept)
+
+    @property
+    def alive(self) -> bool:
+        """True if every child still runs."""
+        return all(child.alive for child in self.children)
+
+    def end(self) -> None:
+        """Kill every child."""
+        for child in self.children:
+            child.end()
+
+    def _next_message(self) -> tuple[int, Message] | None:
+        try:
+            return self._inbox.get(timeout=TICK_SECONDS)
+        except queue.Empty:
+            for child in self.children:
+                child.sample_memory()
+            return None
+
+    def _silence(self, rank: int, seconds: float) -> RankFailure:
+        stack = self.children[rank].find_stack()
+        at, text = (f", at {stack.where}" if stack.where else "", stack.text) if stack is not None else ("", "")
+        return RankFailure(rank, "timeout", f"no answer within {seconds:.0f} s{at}", output=text)
+
+    def _failure(self, rank: int, message: Message) -> RankFailure:
+        match message:
+            case ChildError():
+                return error_failure(rank, message)
+            case Exited():
+                return exit_failure(rank, message)
+            case HostLost():
+                return RankFailure(rank, "device", message.text)
+            case InvalidReply():
+                text = one_line(message.text, 80)
+                return RankFailure(rank, "protocol", f"it sent something that is not a reply: {text!r}")
+            case _:
+                return RankFailure(rank, "protocol", f"it sent {type(message).__name__} when it was not asked for")

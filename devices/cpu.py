@@ -1,0 +1,201 @@
+"""Slices of the CPU as devices: disjoint sets of cores, each with an equal part of the memory that is free.
+
+Cores, threads and memory confine a child; the monitor shows how busy the cores are, and the machine's heat and clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from evener.errors import RequestError
+from evener.system.cgroups import container_memory_bytes
+from evener.system.cpu_topology import allowed_cpus, core_groups, cut
+
+from .backend import QUIET, Backend, ChildEnvironment
+from .listing import Discovery
+from .snapshot_builder import SnapshotBuilder
+from .types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, Source, State, Term, limited, value
+
+DEFAULT_SLICES = 2
+MEMORY_SHARE = 0.8  # of what is free, for the slices together; the rest is for this program and the system
+MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat from run to run
+
+
+def slices(count: int | None = None) -> tuple[Device, ...]:
+    """The CPU cut into equal devices: two, or one on a machine with a single logical CPU, unless `count` says."""
+    if count is not None and count < 1:
+        raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
+    cpus = allowed_cpus()
+    wanted = min(DEFAULT_SLICES, len(cpus)) if count is None else count
+    part = int(available_memory_bytes() * MEMORY_SHARE / wanted)
+    memory_bytes = part - part % MEMORY_STEP if part >= MEMORY_STEP else part
+    return tuple(
+        Device(f"cpu-{i}-of-{wanted}", i, product_name(), "cpu", memory_bytes, cores)
+        for i, cores in enumerate(cut(core_groups(cpus), wanted))
+    )
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be had: the machine's, or what the container leaves if that is less."""
+    free: int = psutil.virtual_memory().available
+    left = container_memory_bytes()
+    return free if left is None else max(0, min(free, left))
+
+
+@cache
+def product_name() -> str:
+    """The processor's product name, without trademark signs and the like."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return re.sub(r"\((?:R|TM|C)\)|\bCPU\b|@.*|\bProcessor\b|\s+(?=\s)", "", found[1]).strip() or "CPU"
+    return "CPU"
+
+
+SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
+SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+CPUS = Path("/sys/devices/system/cpu")
+
+
+class CpuSource:
+    """A Source over slices; memory is the machine's, which the slices share."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        builder: SnapshotBuilder | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._devices, self._notes = tuple(devices), notes
+        self._builder = builder or SnapshotBuilder()
+        self._slow_due = 0.0
+        self._heat: tuple[Reading, Reading] = (UNSUPPORTED, UNSUPPORTED)
+        self._clocks: dict[str, tuple[Reading, Reading]] = {}
+
+    def devices(self) -> tuple[Device, ...]:
+        """The slices, in order."""
+        return self._devices
+
+    def sample(self) -> Snapshot:
+        """All slices now."""
+        started = self._builder.begin()
+        host = self._builder.meter.read()
+        if started >= self._slow_due:
+            self._slow_due = started + SLOW_PERIOD_SECONDS
+            self._heat = read_heat()
+            self._clocks = {device.id: read_clock(device.cores) for device in self._devices}
+        samples = [self._sample(device, host) for device in self._devices]
+        return self._builder.snapshot(samples, self._notes, host=host)
+
+    def close(self) -> None:
+        """Do nothing: this source holds nothing open."""
+
+    def _sample(self, device: Device, host: HostSample) -> DeviceSample:
+        by_cpu = self._builder.meter.by_cpu
+        busy = [by_cpu[core] for core in device.cores if core in by_cpu]
+        clock, clock_max = self._clocks.get(device.id, (UNSUPPORTED, UNSUPPORTED))
+        return DeviceSample(
+            device=device,
+            utilization_percent=value(sum(busy) / len(busy)) if busy else Reading(State.STALE),
+            memory_used_bytes=value(host.memory_used_bytes),
+            memory_total_bytes=value(host.memory_total_bytes),
+            temperature_celsius=self._heat[0],
+            temperature_limit_celsius=self._heat[1],
+            clock_mhz=clock,
+            clock_max_mhz=clock_max,
+        )
+
+
+def read_heat() -> tuple[Reading, Reading]:
+    """The hottest sensor of the processor and where it slows itself down, in °C."""
+    sensors: dict[str, list[Any]] = {}
+    with suppress(OSError, AttributeError, RuntimeError):
+        sensors = psutil.sensors_temperatures()
+    for name in SENSORS:
+        if sensors.get(name):
+            hottest = max(sensors[name], key=lambda sensor: sensor.current)
+            return value(hottest.current), value(hottest.high) if hottest.high else UNSUPPORTED
+    return UNSUPPORTED, UNSUPPORTED
+
+
+def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
+    """The clock of the slice's first core and its highest, in MHz."""
+    found: list[Reading] = []
+    for name in ("scaling_cur_freq", "cpuinfo_max_freq"):
+        reading = UNSUPPORTED
+        with suppress(OSError, ValueError, IndexError):
+            reading = value(int((CPUS / f"cpu{cores[0]}" / "cpufreq" / name).read_text()) / 1000)
+        found.append(reading)
+    return found[0], found[1]
+
+
+MIB = 1 << 20
+# Without these, glibc maps and unmaps the large buffers of every step: 15 % of the speed and half of the noise.
+STEADY_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+class CpuSlices(Backend):
+    """Disjoint sets of cores. A percentage is held by the child, which spins before each step."""
+
+    kind = "cpu"
+    own_memory = False
+    torch_name = "cpu"
+    tensorflow_name = "CPU"
+
+    def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
+        """The slices that the terms name; RequestError if they cut the CPU in two ways."""
+        counts = {term.slices for term in terms}
+        if len(counts) > 1:
+            raise RequestError("One request cuts the CPU in two ways.", "Use the same cpu/N everywhere.")
+        every = slices(counts.pop())
+        chosen: list[Device] = []
+        for term in terms:
+            picked = (_find_slice(every, term.pick),) if term.pick else every
+            chosen += [limited(device, term.limit) for device in picked]
+        spare = len(allowed_cpus()) - sum(len(device.cores) for device in every)
+        note = f"{len(every)} equal slices leave {spare} of {len(allowed_cpus())} logical CPUs unused."
+        return Discovery(tuple(chosen), (note,) if spare else ())
+
+    def open_source(self, found: Discovery) -> Source:
+        """A source that reads /proc and /sys."""
+        return CpuSource(found.devices, notes=found.notes)
+
+    def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
+        """The slices' cores, a thread for each physical core, and a cap on memory."""
+        cores = tuple(sorted(core for device in devices for core in device.cores))
+        threads = max(1, len(core_groups(cores)))
+        variables = {**QUIET, **STEADY_MALLOC}
+        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+        sizes = [device.usable_memory_bytes for device in devices]
+        memory_bytes = sum(size for size in sizes if size is not None) if None not in sizes else None
+        if framework == "tensorflow":
+            # Two threads between operations: a collective that waits must not hold the only one.
+            variables |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
+            if memory_bytes is not None:
+                variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
+                variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
+            if any(device.limit.memory_bytes is not None for device in devices):
+                # With oneDNN on, a step that meets the cap ends in a signal; off, it raises ResourceExhaustedError but
+                # takes twice the time. So only a limit that was asked for turns it off.
+                variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
+        return ChildEnvironment(variables, cores, memory_bytes if framework == "torch" else None, threads)
+
+
+def _find_slice(every: Sequence[Device], pick: str) -> Device:
+    if re.fullmatch(r"\d{1,6}", pick, re.ASCII) and int(pick) < len(every):
+        return every[int(pick)]
+    raise RequestError(
+        f"There is no slice {pick!r} of the CPU: it is cut into {len(every)}, from 0 to {len(every) - 1}.",
+        "Pick one of them, or cut it finer with cpu/N:I.",
+    )

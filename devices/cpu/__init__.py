@@ -1,1 +1,0 @@
-"""Slices of the CPU as devices."""

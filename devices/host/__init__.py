@@ -1,1 +1,0 @@
-"""The machine around the devices: its CPUs, memory and processes."""

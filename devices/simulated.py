@@ -1,0 +1,295 @@
+"""Simulated devices: machines from a TOML file or the built-in catalogue, and their readings; nothing is measured.
+
+Files are read strictly: every fault is a RequestError that names the file, the device and the key. Readings are derived
+from two figures of a load: busy, the share of time in which the device computes, and effort, its samples/s against the
+most that it can do. Busy drives what monitors call utilisation, effort the power; heat follows the power with a lag. So
+a small batch shows 95 % utilisation at half the power, as real cards do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import threading
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from evener.errors import RequestError
+from evener.system.whole_files import read_whole
+
+from .backend import Backend
+from .listing import Discovery
+from .machine import USUAL_WATTS, Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
+from .types import Device, DeviceSample, Snapshot, Source, Term, value
+
+if TYPE_CHECKING:
+    from .snapshot_builder import SnapshotBuilder
+
+Table = TypeVar("Table", bound=msgspec.Struct)
+
+
+class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine file, key for key."""
+
+    device: tuple[SimulatedDevice, ...] = ()
+    sync: Sync = Sync()  # absent: it costs nothing
+    placement: tuple[SimulatedPlacement, ...] = ()
+    event: tuple[SimulatedEvent, ...] = ()
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    device: SimulatedDevice
+    sync: Sync | None  # how it keeps in step with its like; None: the catalogue's default
+
+
+def load_machine(path: str | PathLike[str]) -> Machine:
+    """The machine that a TOML file describes; RequestError says what is wrong in it, and where."""
+    text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
+    return parse_machine(text, str(path))
+
+
+def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
+    """The machine in a file's bytes; `source` names it in errors."""
+    data = _decode(text, source)
+    file = _convert(data, MachineFile, source)
+    if not file.device:
+        raise RequestError(f"{source} has no devices.", "Add at least one [[device]] table.")
+    for i, table in enumerate(data["device"]):
+        _check_memory_keys(table, _where(source, "device", i, table))
+    _check_positions(file, source)
+    return Machine(file.device, file.sync, placements=file.placement, events=file.event)
+
+
+def _check_positions(file: MachineFile, source: str) -> None:
+    """Placements and events fit the number of devices, and placements have names of their own."""
+    devices = len(file.device)
+    for i, placement in enumerate(file.placement):
+        where = f"{source}: placement {i}"
+        if placement.name in {other.name for other in file.placement[:i]}:
+            raise RequestError(f"{where}: `name` is {placement.name!r} again.", "Give each placement its own name.")
+        if placement.devices > devices:
+            raise RequestError(f"{where}: `devices` is {placement.devices}.", f"The machine has {devices}.")
+    for i, event in enumerate(file.event):
+        if event.device >= devices:
+            raise RequestError(f"{source}: event {i}: `device` is {event.device}.", f"The last one is {devices - 1}.")
+
+
+def catalogue(names: Sequence[str]) -> Machine:
+    """A machine of catalogue devices; a mixed one synchronises at the cost of its most expensive device."""
+    entries, default = _entries()
+    for name in names:
+        if name.lower() not in entries:
+            raise RequestError(
+                f"The catalogue has no simulated device {name!r}.",
+                f"It has {', '.join(entries)}; a machine file of your own ends in .toml.",
+            )
+    if not names:
+        raise RequestError("No simulated device is named.", f"The catalogue has {', '.join(entries)}.")
+    chosen = [entries[name.lower()] for name in names]
+    sync = max((entry.sync or default for entry in chosen), key=lambda cost: cost.seconds(len(chosen) + 1))
+    return Machine(tuple(entry.device for entry in chosen), sync)
+
+
+@cache
+def _entries() -> tuple[dict[str, _Entry], Sync]:
+    data = _decode(files("evener.devices").joinpath("catalogue.toml").read_bytes(), "catalogue.toml")
+    default = _convert(data.pop("sync"), Sync, "catalogue.toml: sync")
+    entries: dict[str, _Entry] = {}
+    for name, table in data.items():
+        own = table.pop("sync", None)
+        device = _convert(table, SimulatedDevice, f"catalogue.toml: {name}")
+        entries[name] = _Entry(device, _convert(own, Sync, f"catalogue.toml: {name}") if own else None)
+    return entries, default
+
+
+def _decode(text: bytes, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text.decode())
+    except (RecursionError, ValueError) as error:  # also of text that isn't Unicode, and of endless numbers
+        raise RequestError(f"{source} is not TOML: {error}.", "Correct that line.") from None
+
+
+def _where(source: str, kind: str, position: int, table: object) -> str:
+    name = table.get("name") if isinstance(table, dict) else None
+    return f"{source}: {kind} {position}" + (f" ({name})" if isinstance(name, str) and name.isprintable() else "")
+
+
+def _convert(table: Any, kind: type[Table], where: str) -> Table:
+    try:
+        return msgspec.convert(table, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{_explain(str(error), table, where)}.", "Correct that line of the file.") from None
+
+
+def _explain(message: str, table: Any, where: str) -> str:
+    """The fault in msgspec's words, with the table, the key and its value in front."""
+    text, _, path = message.partition(" - at `$")
+    seen = table
+    for key, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        seen = seen[key or int(position)]
+    found = re.fullmatch(r"\.(device|placement|event)\[(\d+)\](.*)", path.rstrip("`"))
+    if found:
+        where, path = _where(where, found[1], int(found[2]), table[found[1]][int(found[2])]), found[3]
+    text = text.replace("Object contains unknown field", "unknown key")
+    text = text.replace("Object missing required field", "missing key")
+    key = path.strip(".`")
+    shown = "" if isinstance(seen, dict | list) else f" is {seen!r}"
+    return f"{where}: `{key}`{shown}: {text}" if key else f"{where}: {text}"
+
+
+def _check_memory_keys(table: dict[str, Any], where: str) -> None:
+    straight = [key for key in ("memory_base_mib", "memory_per_sample_mib") if key in table]
+    if "memory_curve" in table and straight:
+        raise RequestError(f"{where}: `memory_curve` and `{straight[0]}` exclude each other.", "Keep one of them.")
+    if "memory_curve" not in table and len(straight) < 2:
+        missing = "memory_per_sample_mib" if "memory_base_mib" in straight else "memory_base_mib"
+        raise RequestError(f"{where}: missing key `{missing}`.", "Give both of the memory line, or `memory_curve`.")
+
+
+MIB = 1 << 20
+AMBIENT_CELSIUS, FULL_LOAD_CELSIUS, SLOWDOWN_CELSIUS = 31.0, 76.0, 84.0
+HEAT_LAG_SECONDS = 25.0
+IDLE_MHZ, FULL_MHZ = 210.0, 1900.0
+IDLE_MEMORY_BYTES = 12 * MIB
+BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
+FULL_LINK_BYTES = 9e9  # per second, in both directions, when steps follow each other without a pause
+
+
+class SimulatedLoad(msgspec.Struct, frozen=True):
+    """The training on a simulated device, and the readings that follow from it."""
+
+    samples_per_second: float
+    busy: float  # share of time that the device computes
+    effort: float  # samples/s over the most that it trains alone
+    watts: float
+    memory_bytes: int
+
+
+class _State(msgspec.Struct):
+    load: SimulatedLoad
+    celsius: float
+    joules: float
+    random: random.Random
+
+
+class SimulatedSource:
+    """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe from any thread."""
+
+    def __init__(self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None) -> None:
+        from .snapshot_builder import SnapshotBuilder  # its psutil is 20 ms that a search does without
+
+        self.machine = machine
+        self._devices = machine.described()
+        self._builder = builder or SnapshotBuilder()
+        self._lock = threading.Lock()
+        self._states = [
+            _State(self._load(position, 0.0, 0), AMBIENT_CELSIUS + 3, 0.0, random.Random(f"{seed}/{device.id}"))
+            for position, device in enumerate(self._devices)
+        ]
+
+    def devices(self) -> tuple[Device, ...]:
+        """The simulated devices, in order."""
+        return self._devices
+
+    def set_load(self, position: int, samples_per_second: float = 0.0, share: int = 0) -> None:
+        """Let the device train at this rate from now on, with `share` samples a step; 0 samples/s: it idles."""
+        with self._lock:
+            self._states[position].load = self._load(position, max(0.0, samples_per_second), share)
+
+    def sample(self) -> Snapshot:
+        """All devices now."""
+        self._builder.begin()
+        with self._lock:
+            together = sum(state.load.samples_per_second > 0 for state in self._states) > 1
+            samples = [self._sample(position, together) for position in range(len(self._devices))]
+        notes = ("Simulated devices: every reading is computed, none is measured.",)
+        return self._builder.snapshot(samples, notes)
+
+    def close(self) -> None:
+        """Do nothing: this source holds nothing open."""
+
+    def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
+        """The load of a device: it is busy for steps per second times seconds per step."""
+        physics, busy = self.machine.devices[position], 0.0
+        if samples_per_second and share:
+            busy = min(1.0, samples_per_second / share * self.machine.device_seconds(position, share, False))
+        effort = min(1.0, samples_per_second / physics.samples_per_second)
+        memory_bytes = self.machine.memory_bytes(position, share if samples_per_second else 0)
+        return SimulatedLoad(samples_per_second, busy, effort, physics.watts(busy, samples_per_second), memory_bytes)
+
+    def _sample(self, position: int, together: bool) -> DeviceSample:
+        """One device now; one that trains alone exchanges nothing."""
+        device, state = self._devices[position], self._states[position]
+        interval = self._builder.interval_seconds
+        physics, load = self.machine.devices[position], state.load
+        busy, effort = load.busy, load.effort
+        limit = physics.power_watts or USUAL_WATTS
+        jitter = state.random.gauss(0.0, 0.006)
+        watts = min(limit, load.watts * (1 + jitter))
+        target = AMBIENT_CELSIUS + (FULL_LOAD_CELSIUS - AMBIENT_CELSIUS) * watts / limit
+        state.celsius += (target - state.celsius) * (1 - math.exp(-interval / HEAT_LAG_SECONDS))
+        state.joules += watts * interval
+        used = IDLE_MEMORY_BYTES + load.memory_bytes
+        moved = load.samples_per_second * BYTES_PER_SAMPLE
+        return DeviceSample(
+            device=device,
+            utilization_percent=value(100 * _noisy(busy**0.2, jitter)),
+            sm_percent=value(100 * _noisy(0.3 * busy + 0.62 * effort, jitter)),
+            occupancy_percent=value(100 * _noisy(0.4 * effort, jitter)),
+            tensor_percent=value(0.0),
+            dram_percent=value(100 * _noisy(0.12 * busy + 0.35 * effort, jitter)),
+            memory_used_bytes=value(min(used, self.machine.usable_memory_bytes(position))),
+            memory_total_bytes=value(device.memory_bytes or 0),
+            temperature_celsius=value(round(state.celsius)),
+            temperature_limit_celsius=value(SLOWDOWN_CELSIUS),
+            power_watts=value(watts),
+            power_limit_watts=value(limit),
+            energy_joules=value(state.joules),
+            clock_mhz=value(round(IDLE_MHZ + (FULL_MHZ * 0.97 - IDLE_MHZ) * busy**0.1 * (1 + jitter))),
+            clock_max_mhz=value(FULL_MHZ),
+            throttled_percent=value(0.0),
+            pcie_receive_bytes_per_second=value(moved),
+            pcie_send_bytes_per_second=value(moved / 40),
+            link_receive_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
+            link_send_bytes_per_second=value(FULL_LINK_BYTES * busy * together),
+            fan_percent=value(round(max(20.0, (state.celsius - AMBIENT_CELSIUS) * 1.6))),
+            ecc_errors=value(0),
+            samples_per_second=value(load.samples_per_second * (1 + 0.5 * jitter)),
+        )
+
+
+def _noisy(share: float, jitter: float) -> float:
+    return min(1.0, max(0.0, share * (1 + jitter)))
+
+
+class SimulatedDevices(Backend):
+    """Devices of the catalogue, or of a machine file."""
+
+    kind = "sim"
+    own_memory = False
+    simulated = True
+
+    def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
+        """The devices of the catalogue that the terms name, or all of a machine file."""
+        files = [term.pick for term in terms if term.pick.lower().endswith(".toml") or "/" in term.pick]
+        if files and len(terms) > 1:
+            raise RequestError(
+                f"The machine file {files[0]!r} can't be combined with other devices.", "Add them to the file."
+            )
+        machine = load_machine(files[0]) if files else catalogue([term.pick for term in terms])
+        limits = (terms[0].limit,) * len(machine.devices) if files else tuple(term.limit for term in terms)
+        if any(limits):
+            machine = msgspec.structs.replace(machine, limits=limits)
+        return Discovery(machine.described(), (), machine)
+
+    def open_source(self, found: Discovery) -> Source:
+        """A source whose readings are computed from the machine's physics."""
+        assert found.machine is not None
+        return SimulatedSource(found.machine)

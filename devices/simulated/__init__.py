@@ -1,1 +1,0 @@
-"""Devices whose speed and memory are written down in a file instead of measured."""
