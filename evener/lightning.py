@@ -7,44 +7,41 @@ as many on all ranks, because they meet in every pass where they log.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from .errors import RequestError
 from .shares.whole_rows import bounds, even, gradient_weight
-from .torch_split.batch_weights import BatchWeights
-from .torch_split.gather import add_up
-from .torch_split.kept_state import kept_state
-from .torch_split.model_checks import check_normalization
-from .torch_split.nested_batch import cut_rows
-from .torch_split.parts import Part, weigh_by_count
-from .torch_split.pass_loader import PassLoader
-from .torch_split.pass_sampler import PassSampler
-from .torch_split.rebalancing import Rebalancing
+from .torch_split.batch import Part, cut_rows, weigh_by_count
+from .torch_split.checks import check_memory
+from .torch_split.collectives import add_up
+from .torch_split.exchange import Exchange
+from .torch_split.loader import StepLoader, StepSampler
+from .torch_split.planned import PlannedTraining, Rebalancing
+from .torch_split.retry import Passes
 from .torch_split.sampler import UnevenBatchSampler
-from .torch_split.step_reporter import StepReporter
+from .torch_split.weights import BatchWeights
+from .torch_split.wrapped import check_normalization
 
 try:
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.strategies import DDPStrategy
-    from torchmetrics import Metric
 
-    from .lightning_loss import check_module_loss
+    from .lightning_figures import PassFigures
+    from .lightning_loss import check_module_loss, check_module_part
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
     ) from error
 
 
-class ShareLoader(PassLoader):
+class ShareLoader(StepLoader):
     """This rank's share of each global batch, for the trainer of one strategy."""
 
     def __init__(self, strategy: PlanStrategy, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> None:
-        super().__init__(dataset, PassSampler(rows, 1), **options)
+        super().__init__(dataset, StepSampler(rows), **options)
         self.strategy = strategy
 
     def __iter__(self) -> Any:
@@ -65,7 +62,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         split: Any,
         passes: int,
         weights: BatchWeights,
-        reporter: StepReporter,
+        reporter: PlannedTraining,
         rebalancing: Rebalancing | None,
         count: Callable[[Part], Any] | None,
         check: bool,
@@ -79,15 +76,20 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
         self._arguments: tuple[Any, ...] = ()  # of its training_step
-        self._open: Part | None = None  # the pass that is computed
-        self._means: deque[tuple[Any, Any]] = deque()  # sum and weight over ranks, of each figure that a pass asks for
+        self._begins = False  # no pass of it was computed yet
+        self._turns: Iterator[Part] = iter(())  # that are left of it
+        self._part: Part | None = None  # whose turn it is
+        self._put_back: Callable[[], None] = lambda: None  # what it has logged
+        self._retry: Passes
+        self._exchanges: list[Exchange] = []  # of the model's gradients; none where others sum them
+        self._figures: PassFigures
 
     @property
     def root_device(self) -> Any:
         """The device of this rank's share."""
         return self._split.device
 
-    def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> PassLoader:
+    def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> StepLoader:
         """The training data of this rank."""
         loader = ShareLoader(self, dataset, rows, options)
         if self._rebalancing is not None:
@@ -102,14 +104,37 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._check(trainer)
         super().setup(trainer)
         self.trains = trains
+        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._reporter.timer)
         if trains:  # layers are those that train only now
+            self._retry = Passes(self._split.rank, self.root_device, self._reporter.reporter.note_retreat)
+            self._retry.check = lambda part, rows: check_module_part(self, self._weights, part, rows)
+            self._exchanges = self._take_over()
             rows = [even(share, self._passes) for share in self._split.shares]
             largest = max(map(max, rows)) if self._passes > 1 else None
             check_normalization(self.model, "loss", self._split.world, largest, min(map(min, rows)))
 
+    def _take_over(self) -> list[Exchange]:
+        """An exchange in place of DistributedDataParallel's own sums, which can't be taken up again after an error."""
+        if not self.lightning_module.automatic_optimization:
+            self._retry.final = (
+                "training_step takes the steps of its optimizers itself",
+                "Use automatic optimization, or split.step in a loop of your own.",
+            )
+            return []
+        exchanges = self._weights.take_on(self.model)
+        for exchange in exchanges:
+            exchange.weigh(1.0 / self._split.world)
+        return exchanges
+
+    def configure_ddp(self) -> None:
+        """DistributedDataParallel where others train too."""
+        if self._split.world > 1:
+            super().configure_ddp()
+
     def teardown(self) -> None:
         """The training is over."""
-        self.trains = False
+        self.trains, self._exchanges, self._turns, self._part = False, [], iter(()), None
+        self.model = self.lightning_module
         super().teardown()
 
     def _check(self, trainer: Any) -> None:
@@ -146,7 +171,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         alone = self._split.world * self._passes == 1
         if self._checks and not alone and self.lightning_module.automatic_optimization:
             with self._weights.checking():
-                check_module_loss(self, given[0], self._count)
+                found = check_module_loss(self, given[0], self._count)
+                self._retry.checked = found and not self._searches
 
     @property
     def _trainer(self) -> Any:
@@ -167,13 +193,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Begin the trainer's next batch."""
         loader: ShareLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
-        self._reporter.finish()
         sizes = loader.take(batch_idx)
-        self._reporter.timer.begin(sizes)
-        self._split.begin(sizes)
+        self._reporter.begin(sizes)
         self._reporter.report(self._split.rows)
         self._trainer._results.batch_size = self._split.rows
-        self._rows, self._parts = sum(sizes), self._cut(batch, sizes)
+        self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
         """The passes of this rank's share; a pass without rows gets one row that counts nothing."""
@@ -199,16 +223,34 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def training_step(self, *arguments: Any) -> Any:
         """Compute the first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
         self._arguments = arguments
-        self._means.clear()
-        return self._compute(self._parts[0])
+        self._figures.begin()
+        self._turns = self._retry.take(self._parts, [self.model], self._exchanges, begins=self._begins, move=False)
+        self._begins = False
+        return self._take_next()
+
+    def _take_next(self) -> Any:
+        """What training_step returns for the next pass, or the next piece of one, that memory suffices for."""
+        for part in self._turns:
+            self._part, self._put_back = part, self._figures.keep()
+            with part:
+                result = self._compute(part)
+            if not part.error:
+                return result
+            self._put_back()
+        self._part = None
+        return None
 
     def _compute(self, part: Part) -> Any:
-        batch, *others = self._arguments
-        if self._passes > 1:
-            batch = super().batch_to_device(part.batch)
-        with nullcontext() if part is self._parts[-1] else self.block_backward_sync(), self._in_pass(part):
-            result = super().training_step(batch, *others)
-            return self._share_loss(result) if self._searches else result
+        _, *others = self._arguments
+        batch = part.batch if self._passes == 1 else super().batch_to_device(part.batch)
+        rows = part.rows if self._count is None else part.weight * self._rows
+        self._weights.in_pass = self._passes > 1 or part.rows < part.planned
+        try:
+            with self._figures.counting(part, rows):
+                result = super().training_step(batch, *others)
+                return self._share_loss(result) if self._searches else result
+        finally:
+            self._weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
         """A loss with the same gradients but the whole batch's figure, so that all ranks take the same decisions."""
@@ -216,61 +258,58 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
-    @contextmanager
-    def _in_pass(self, part: Part) -> Iterator[None]:
-        """A context in which logged figures count by the pass's part of the global batch; not at all without rows."""
-        module, results, own = self.lightning_module, self._trainer._results, self._split.rows
-        hook, module._current_fx_name = module._current_fx_name, "training_step"
-        results.batch_size = part.rows if self._count is None else part.weight * self._rows
-        figures = [each for each in module.modules() if isinstance(each, Metric)]
-        self._open, self._weights.in_pass = part, self._passes > 1
-        try:
-            with nullcontext() if part.weight else self._unlogged(results, figures):
-                yield
-        finally:
-            self._open, results.batch_size, module._current_fx_name = None, own, hook
-            self._weights.in_pass = False
-
-    @contextmanager
-    def _unlogged(self, results: Any, figures: list[Any]) -> Iterator[None]:
-        """A context that leaves logged figures and metrics as before, but known to ranks that meet for them."""
-        before = {name: dict(vars(figure)) for name, figure in results.items()}
-        with kept_state(figures):
-            yield
-        for name, figure in results.items():
-            for state, default in figure._defaults.items():
-                setattr(figure, state, before[name][state] if name in before else default.clone())
-
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """The backward passes of the batch, each loss by its part of it, so that the mean over ranks is the batch's."""
-        loss = closure_loss
-        for part in self._parts:
-            if part is not self._parts[0]:
-                loss = _loss_of(self._compute(part)) / self._trainer.accumulate_grad_batches
-            weighed = loss * (part.weight * self._split.world)
-            self._reporter.timer.end_pass(weighed)
-            result = super().backward(weighed, *args, **kwargs)
+        loss, result = closure_loss, None
+        while self._part is not None:
+            part = self._part
+            with part:
+                result = self._go_backward(part, loss, *args, **kwargs)
+            if part.error:
+                loss = closure_loss.detach_()  # the trainer would keep what the pass holds
+                self._put_back()
+            elif not self.lightning_module.automatic_optimization:
+                return result
+            loss = _loss_of(self._take_next())
+            if self._part is not None:
+                if loss is None:
+                    raise RequestError(
+                        "training_step returned None for some rows of a batch, whose others are learned already.",
+                        "Return a loss for every batch, or None before anything is computed.",
+                    )
+                loss = loss / self._trainer.accumulate_grad_batches
         return result
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as DDPStrategy does; in a pass, a mean is that of the global batch over the passes so far.
+    def _go_backward(self, part: Part, loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        weighed = loss * (part.weight * self._split.world)
+        part.computed = True
+        if not self._exchanges:
+            self._reporter.timer.end_pass(weighed)
+            self._figures.end(part)
+            return super().backward(weighed, optimizer, *args, **kwargs)
+        module, precision = self.lightning_module, self.precision_plugin
+        weighed = precision.pre_backward(weighed, module)
+        self._retry.open()
+        precision.backward(weighed, module, optimizer, *args, **kwargs)
+        self._retry.close()
+        self._figures.end(part)
+        return precision.post_backward(weighed, module)
 
-        A mean of whole numbers isn't cut off: Lightning divides by the mean number of rows.
-        """
-        whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
-        figure = tensor.double() if whole else tensor
-        with self._reporter.timer.meeting():
-            if self._open is None or reduce_op not in ("mean", "avg"):
-                return super().reduce(figure, group, reduce_op)
-            weight = torch.as_tensor(self._open.weight, dtype=torch.float64, device=self.root_device)
-            figure = torch.as_tensor(figure, device=self.root_device)
-            own = (figure * weight if weight else torch.zeros_like(figure), weight.clone())
-            total, weights = (super(PlanStrategy, self).reduce(each, group, "sum") for each in own)
-        if self._means and self._open is not self._parts[0]:  # each pass asks for the same, in the same order
-            before = self._means.popleft()
-            total, weights = total + before[0], weights + before[1]
-        self._means.append((total, weights))
-        return (total / weights).to(figure.dtype)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """A step of the optimizer, whose first one needs room for its state: DeviceError before it moves a weight."""
+
+        def compute() -> Any:
+            result = closure()
+            trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+            if trained:
+                check_memory(optimizer, trained)
+            return result
+
+        return super().optimizer_step(optimizer, compute, *args, **kwargs)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so far."""
+        return self._figures.reduce(tensor, group, reduce_op)
 
 
 def _loss_of(result: Any) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 
 from evener.devices.cluster.agents import NODE_LABEL
 from evener.devices.cluster.connection import Node
-from evener.devices.cluster.placement import find_plan_nodes, hold_other_gpus
-from evener.devices.host.network import choose_interface
+from evener.devices.cluster.discovery import find_plan_nodes, hold_other_gpus
+from evener.devices.network import choose_interface
 
 from .errors import PlanError, RequestError
 from .plan.check import check_fit
 from .plan.file import Plan, load_plan, to_toml
-from .torch_split.process import is_cpu, visible_gpus
+from .torch_split.ranks import is_cpu, visible_gpus
 from .training.launched import DEVICE, HOST, PLAN
 
 try:

@@ -9,12 +9,17 @@ docs/training_huggingface.md says what is exact.
 from ..errors import RequestError
 
 try:
-    import transformers as _transformers  # noqa: F401 - a missing package is said in a sentence
+    import transformers as _transformers
 except ImportError as error:
     raise RequestError(
         f"transformers can't be imported ({error}).", 'Install it: pip install "evener[huggingface]".'
     ) from error
 
+if int(_transformers.__version__.partition(".")[0]) < 5:
+    raise RequestError(
+        f"with_plan works with transformers from 5.0, and here is {_transformers.__version__}.",
+        'Update it: pip install "evener[huggingface]".',
+    )
 from .trainer import with_plan
 
 __all__ = ["with_plan"]

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..plan.file import Share
-from ..torch_split.length_sampler import raise_no_shares
-from ..torch_split.model_checks import has_own_work, is_sharded
+from ..torch_split.planned import raise_no_shares
+from ..torch_split.wrapped import has_own_work, is_sharded
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 
@@ -52,7 +52,8 @@ def check_setup(trainer: Any) -> None:
         )
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         raise RequestError("FSDP1 isn't supported with a plan.", "Use FSDP2: fsdp_version 2 in the FSDP configuration.")
-    if max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1:
+    sizes = (getattr(trainer, name, int)() for name in ("get_tp_size", "get_cp_size", "get_sp_size"))
+    if max(sizes) > 1:  # older versions of transformers have fewer of them
         raise RequestError(
             "Tensor, context and sequence parallelism put several ranks on one row.",
             "Use data parallelism with a plan.",

@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import RequestError
-from ..torch_split.length_sampler import LengthSampler
-from ..torch_split.loader import count_rows
-from ..torch_split.rank_shares import RankShares
-from ..torch_split.row_order import RowOrder
-from ..torch_split.sampler import UnevenBatchSampler
-from ..training.dealing import make_dealer
+from ..shares.whole_rows import bounds, even
+from ..torch_split.loader import StepSampler, count_rows
+from ..torch_split.planned import PlannedTraining
+from ..torch_split.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from .checks import needs_equal_passes
-from .dealt_rows import find_lengths
+
+
+class PassSampler(StepSampler):
+    """This rank's rows of each global batch, as a tuple for each pass; a pass without rows has one that doesn't count.
+
+    Every batch takes the same number of passes, unless rows are dealt by their length.
+    """
+
+    def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
+        super().__init__(sampler)
+        self.passes = passes
+
+    def steps(self) -> Iterator[Any]:
+        """The passes of each global batch of the epoch."""
+        if isinstance(self.sampler, LengthSampler):
+            return ([tuple(rows.tolist()) for rows in step] for step in self.sampler.steps())
+        return (self._cut(step, rows) for step, rows in enumerate(self.sampler))
+
+    def _cut(self, step: int, rows: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(rows[start:stop] or rows[:1]) for start, stop in bounds(self.pass_sizes(step))]
+
+    def pass_sizes(self, step: int) -> tuple[int, ...]:
+        """The rows that count of each pass in the epoch's global batch number `step`."""
+        rows = self.sampler
+        if isinstance(rows, LengthSampler):
+            return rows.pass_sizes(step * rows.global_batch, rows.epoch)
+        return even(self.rank_sizes(step)[rows.rank], self.passes)
+
+
+class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
+    """A data set whose items are passes: by a tuple of row numbers, those rows collated."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, rows: tuple[int, ...]) -> Any:
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(list(rows)))
+        return self._collate([self._dataset[row] for row in rows])
+
+
+class PassList(list[Any]):
+    """The passes of a batch, each collated already."""
+
+
+def find_lengths(trainer: Any) -> list[int] | None:
+    """The tokens of each training row, where the trainer finds them to group by length; None where rows have none."""
+    dataset, name = trainer.train_dataset, trainer.args.length_column_name
+    if name in (getattr(dataset, "column_names", None) or ()):
+        return list(dataset[name])
+    names = ("input_ids",) if trainer.processing_class is None else trainer.processing_class.model_input_names[:1]
+    if len(dataset) == 0 or not hasattr(dataset[0], "keys") or names[0] not in dataset[0]:
+        return None
+    return [len(dataset[row][names[0]]) for row in range(len(dataset))]  # to iterate one without an end never ends
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
@@ -57,22 +112,19 @@ def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, A
     return loader.dataset, loader.collate_fn, loader.sampler
 
 
-def make_sampler(trainer: Any, shares: RankShares, dataset: Any, order: Any) -> UnevenBatchSampler:
+def make_sampler(trainer: Any, planned: PlannedTraining, dataset: Any, order: Any) -> UnevenBatchSampler:
     """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of its class."""
-    rows = count_rows(dataset)
+    rows, shares = count_rows(dataset), planned.shares
     order = trainer._get_train_sampler(dataset) if order is None else order
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
-    options: dict[str, Any] = {
-        "shuffle": False,
-        "drop_last": trainer.args.dataloader_drop_last,
-        "order": _make_order(trainer, order, rows),
-    }
-    lengths = find_lengths(trainer) if shares.share.cost is not None and not needs_equal_passes(trainer) else None
-    if lengths is None:
-        return UnevenBatchSampler(rows, shares.batches, shares.rank, **options)
-    dealer = make_dealer(shares.batches, shares.micros, shares.shares)
-    return LengthSampler(rows, shares.batches, shares.rank, lengths=lengths, dealer=dealer, **options)
+    return planned.sampler(
+        rows,
+        lengths=find_lengths(trainer) if shares.share.cost is not None and not needs_equal_passes(trainer) else None,
+        shuffle=False,
+        drop_last=trainer.args.dataloader_drop_last,
+        order=_make_order(trainer, order, rows),
+    )
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:

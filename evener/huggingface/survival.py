@@ -6,26 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from ..torch_split.batch import Part
 from ..torch_split.exchange import Exchange
-from ..torch_split.kept_state import keep_attributes
-from ..torch_split.parts import Part
-from ..torch_split.retry import Passes
-from ..torch_split.wrapped import take_over, watch
+from ..torch_split.loss_measure import keep_attributes
+from ..torch_split.planned import PlannedTraining
 from .gathering import Gathering
-from .loss import TrainerLoss
-from .passes import Pass
+from .loss import Pass, TrainerLoss
 
 
 class Survival:
-    """Computes the passes of `trainer`, a failed one in pieces.
+    """Computes the passes of `trainer`, a failed one in pieces."""
 
-    An Exchange takes the place of DistributedDataParallel's own sums, which can't be taken up again after an error.
-    """
-
-    def __init__(self, trainer: Any, passes: Passes, world: int, gathering: Gathering) -> None:
-        self._trainer, self._passes, self._world, self._gathering = trainer, passes, world, gathering
+    def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
+        self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
+        self._gathering = gathering
         self._model: Any = None  # of the newest pass
         self._exchanges: list[Exchange] = []  # of its gradients; none where they are summed by others
         self._backward = trainer.accelerator.backward
@@ -35,7 +30,8 @@ class Survival:
         self, model: Any, inputs: Any, now: Pass, loss: Callable[[], TrainerLoss], train: Callable[[Any, Pass], Any]
     ) -> torch.Tensor:
         """The sum of what `train` returns for the pass or its pieces; figures that are noted meanwhile count once."""
-        self._follow(model)
+        if model is not self._model:
+            self._model, self._exchanges = model, self._weights.take_on(model)
         if not self._exchanges:
             return train(inputs, now)
         with self._gathering.one_pass():
@@ -69,34 +65,12 @@ class Survival:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """The accelerator's own, of a pass that may fail."""
+        """Gather as the accelerator does, in a pass that may fail."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Note what the trainer has before a pass; the function that puts it back."""
+        """Note the trainer's state before a pass; returns the function that restores it."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))
-
-    def _follow(self, model: Any) -> None:
-        """Sum the gradients of this model from now on; every rank calls it in its first pass."""
-        if model is self._model:
-            return
-        self._model, self._exchanges = model, []
-        if self._world == 1:
-            self._exchanges = [Exchange(model, alone=True)]
-            return
-        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
-        if not isinstance(wrapper, DistributedDataParallel) or _sums_its_own_way(wrapper):
-            return
-        exchange = take_over(wrapper)
-        exchange.weigh(1.0 / self._world)
-        watch(model, None, lambda *_: None)
-        self._exchanges = [exchange]
-
-
-def _sums_its_own_way(wrapper: Any) -> bool:
-    """Whether it has what an Exchange has no equal of: a communication hook, mixed precision, sparse gradients."""
-    sparse = any(getattr(module, "sparse", False) is True for module in wrapper.modules())
-    return bool(wrapper._comm_hooks) or wrapper.mixed_precision is not None or sparse

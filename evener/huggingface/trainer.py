@@ -20,17 +20,12 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
-from ..torch_split.check_loss import make_check_batch
-from ..torch_split.kept_state import kept_attributes
-from ..torch_split.length_sampler import LengthSampler
-from ..torch_split.model_checks import check_normalization, has_own_work
-from ..torch_split.pass_loader import PassLoader
-from ..torch_split.pass_sampler import PassSampler
-from ..torch_split.process import find_stand, is_cpu, settle, visible_gpus
-from ..torch_split.rank_shares import RankShares, find_rank_shares, open_plan, share_by_ratios
-from ..torch_split.rebalancing import Rebalancing
-from ..torch_split.retry import Passes
-from ..torch_split.step_reporter import StepReporter
+from ..torch_split.checks import make_check_batch
+from ..torch_split.loader import StepLoader
+from ..torch_split.loss_measure import kept_attributes
+from ..torch_split.planned import PlannedTraining
+from ..torch_split.ranks import RankShares, find_shares, open_plan
+from ..torch_split.wrapped import check_normalization, has_own_work
 from .checks import (
     CHECKPOINT,
     check_checkpoint,
@@ -39,13 +34,18 @@ from .checks import (
     check_trainer_class,
     needs_equal_passes,
 )
-from .dealt_rows import DealtRows, DealtSteps, PassList
-from .evaluation import share_evaluation
-from .gathering import Gathering
-from .loss import TrainerLoss, assume_loss, find_loss, has_ignored, is_scaled
-from .passes import Pass, count_tokens, list_passes, weigh_loss, weigh_passes
-from .processes import processes
-from .rows import make_sampler, training_rows
+from .gathering import Gathering, processes, share_evaluation
+from .loss import (
+    Pass,
+    TrainerLoss,
+    assume_loss,
+    count_tokens,
+    find_loss,
+    has_ignored,
+    weigh_loss,
+    weigh_passes,
+)
+from .rows import PassList, PassRows, PassSampler, make_sampler, training_rows
 from .survival import Survival
 
 
@@ -94,46 +94,47 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.begin_plan()
+
+    def begin_plan(self) -> None:
+        """Train by the plan from now on; for a trainer that was made before it was of this class."""
         check_setup(self)
-        device = self.args.device
         shares = self._find_shares(**self._plan_options)
-        if is_cpu(shares.share):
-            settle(device, shares.share)
-        self._shares: RankShares = shares.with_equal_passes() if needs_equal_passes(self) else shares
-        self._accumulated: int = self.args.gradient_accumulation_steps  # global batches of an optimizer step
-        passes = self._shares.passes[self._shares.rank]
+        if self._rebalances and shares.world > 1:
+            check_rebalance(self, shares.share)
+        self._planned = PlannedTraining(
+            shares.with_equal_passes() if needs_equal_passes(self) else shares,
+            "trainer",
+            strict=bool(self._plan_options["strict"]),
+            journal=self._keeps_journal,
+            rebalance=self._rebalances,
+        )
+        self._shares = shares = self._planned.shares  # that the plan has
+        passes = shares.passes[shares.rank]
         self.args = copy.copy(self.args)  # the user's own stay as they are
-        self.args.gradient_accumulation_steps = self._accumulated * passes
-        self.args.per_device_train_batch_size = -(-self._shares.batches[self._shares.rank] // passes)
+        self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
         self._passes: deque[Pass] = deque()  # to come in this optimizer step
-        self._steps = 1  # global batches of it
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
-        self._pass_rows, self._pass_ends = 0, True  # of the pass that runs: its rows, and whether its batch ends
+        self._pass_ends = True  # the pass that runs is its batch's last
         self._factor: Any = None  # of the loss of the pass that runs
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
-        self._reporter = StepReporter(self._shares, device, self._keeps_journal)
-        self._reporter.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
-        self._rebalancing: Rebalancing | None = None
-        if self._rebalances and self._shares.world > 1:
-            check_rebalance(self, self._shares.share)
-            self._rebalancing = Rebalancing(self._reporter)
-            self._rebalancing.fix_passes(self._shares.passes)
-        self._gathering = Gathering(self.accelerator, self._reporter.timer)
-        smaller = Passes(self._shares.rank, device, self._reporter.note_retreat)
-        smaller.check = self._check_parts
-        self._survival = Survival(self, smaller, self._shares.world, self._gathering)
+        self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
+        if self._planned.rebalancing is not None:
+            self._planned.rebalancing.fix_passes(shares.passes)
+        self._gathering = Gathering(self.accelerator, self._planned.timer)
+        self._planned.passes.check = self._check_parts
+        self._survival = Survival(self, self._planned, self._gathering)
 
     def _find_shares(
         self, plan: Plan | None, ratios: Sequence[float] | None, global_batch: int | None, strict: bool
     ) -> RankShares:
-        stand, gpus, same = find_stand(), visible_gpus(), {"rebalance": self._rebalances}
-        if plan is None:
-            even = self.args.per_device_train_batch_size * stand.world
-            return share_by_ratios(ratios, global_batch or even, stand, gpus, same)
-        return find_rank_shares(plan, global_batch, stand, gpus, strict, same, self.args.device)
+        if plan is None and global_batch is None:
+            global_batch = self.args.per_device_train_batch_size * self.args.world_size
+        same = {"rebalance": self._rebalances}
+        return find_shares(plan, ratios, global_batch, same, strict=strict, device=self.args.device)
 
     # ------------------------------------------------------------------ rows
 
@@ -143,25 +144,20 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
         check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
-        rows, args = make_sampler(self, self._shares, dataset, order), self.args
+        rows, args = make_sampler(self, self._planned, dataset, order), self.args
         self._rows_checked = partial(make_check_batch, dataset, rows, collate)
-        if isinstance(rows, LengthSampler):
-            self._sampler: PassSampler = DealtSteps(rows)
-            dataset, collate = DealtRows(dataset, collate), PassList
-        else:
-            self._sampler = PassSampler(rows, shares.passes[shares.rank])
-        self._batches = PassLoader(
-            dataset,
+        self._sampler = PassSampler(rows, shares.passes[shares.rank])
+        self._batches = StepLoader(
+            PassRows(dataset, collate),
             self._sampler,
-            collate_fn=collate,
+            collate_fn=PassList,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         )
-        if self._rebalancing is not None:
-            self._rebalancing.add(rows, self._batches.drawn_ahead)
+        self._planned.follow(rows, self._batches.drawn_ahead)
         return self._batches
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +167,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an optimizer step, over all ranks."""
-        return self._shares.global_batch * self._accumulated
+        return self._shares.global_batch * int(self.args.gradient_accumulation_steps)
 
     # ------------------------------------------------------------------ an optimizer step
 
@@ -179,20 +175,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The passes of an optimizer step; rows that only keep step are computed, and count for nothing."""
-        self._reporter.finish()
+        self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
         sampler, first = self._sampler, self._next_global_batch()
-        steps = range(first, first + len(batches) // sampler.passes)
+        steps = range(first, first + len(batches))
         sizes = [sampler.pass_sizes(step) for step in steps]
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
-        passes = [each for batch in batches for each in list_passes(batch)]
-        items = self._weigh(passes, sizes, [sampler.global_rows(step) for step in steps], device)
-        shares = {self._batches.take(step) for step in steps}
-        self._reporter.timer.begin(shares.pop() if len(shares) == 1 else ())
-        if not isinstance(sampler, DealtSteps):
-            return passes, items
-        left = iter(passes)
-        return [PassList(islice(left, len(batch))) for batch in batches], items
+        ranks = [self._batches.take(step) for step in steps]
+        items = self._weigh([each for batch in batches for each in batch], sizes, list(map(sum, ranks)), device)
+        self._planned.timer.begin(ranks[0] if len(set(ranks)) == 1 else ())
+        return batches, items
 
     def _weigh(self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device) -> Any:
         """Note the weight of each pass in its global batch; returns the items of the step, over all ranks."""
@@ -209,7 +201,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
         ends = [(place == 0, place == len(step) - 1) for step in sizes for place in range(len(step))]
         self._passes = deque(Pass(own, part, *end) for own, part, end in zip(rows, weights, ends, strict=True))
-        self._steps = len(totals)
         return items
 
     def _find_loss(self, ignores: bool, in_parts: bool = False) -> TrainerLoss:
@@ -218,6 +209,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             return assume_loss(self, world)
         return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores, in_parts)
 
+    def check_loss(self) -> None:
+        """RequestError on every rank if the loss is no mean, before the training; its loader is there."""
+        checked = self._rows_checked()
+        self._loss = self._find_loss(checked is not None and has_ignored(checked.whole))
+
     def _check_parts(self, part: Any, rows: int) -> None:
         """RequestError where smaller passes learn something else, which one process looks at as it needs them."""
         if self._shares.world * sum(self._shares.passes) == 1:
@@ -225,13 +221,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _next_global_batch(self) -> int:
         """The next global batch's place in the epoch; counts steps as the trainer does, also after a checkpoint."""
-        updates = -(-len(self._sampler.sampler) // self._accumulated)
-        done: int = self.state.global_step
-        return done % updates * self._accumulated
+        accumulated, done = int(self.args.gradient_accumulation_steps), int(self.state.global_step)
+        return done % -(-len(self._sampler) // accumulated) * accumulated
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train one pass, or all that a batch was divided into; the last one exchanges the gradients."""
-        *others, last = list_passes(inputs)
+        """Train the passes of a batch; the last one exchanges the gradients."""
+        *others, last = inputs
         losses = []
         for each in others:
             with self.accelerator.no_sync(model):
@@ -240,12 +235,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Train one pass; its loss is weighted so that the mean over ranks is that of one process."""
+        now = self._passes.popleft()
         train = partial(self._train_part, model, num_items_in_batch)
-        result = self._survival.compute(model, inputs, self._passes.popleft(), self._loss_found, train)
+        result = self._survival.compute(model, inputs, now, self._loss_found, train)
+        if now.rows and self.args.include_num_input_tokens_seen != "no":
+            self._tokens += count_tokens(self, inputs)
         while self._logged:
             super().log(*self._logged.pop(0))
         if not self._passes:
-            self._reporter.report(*self._done)
+            self._planned.report(*self._done)
         return result
 
     def log(self, *logged: Any, **options: Any) -> None:
@@ -260,9 +258,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return self._loss
 
     def _train_part(self, model: Any, items: Any, inputs: Any, now: Pass) -> torch.Tensor:
-        self._pass_rows, self._pass_ends = now.rows, now.last
-        divided = 1.0 if is_scaled(self, items) else self.current_gradient_accumulation_steps / self._steps
-        self._factor = now.weight * (self._shares.world * divided / self._loss_found().multiplied)
+        self._pass_ends = now.last
+        self._factor = now.weight * (self._shares.world / self._loss_found().multiplied)
         try:
             with self._gathering.counting(now.rows, first=now.first, ends=now.ends):
                 result: torch.Tensor = super().training_step(model, inputs, items)
@@ -281,7 +278,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
         loss = weigh_loss(loss, self._factor, model)
-        self._reporter.timer.end_pass(loss)
         self._survival.note(loss)
         return (loss, *others) if isinstance(result, tuple) else loss
 
@@ -291,18 +287,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             return super().prediction_step(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count the tokens of all passes; summed over ranks once an optimizer step, as ranks differ in their passes."""
-        if self.args.include_num_input_tokens_seen == "no":
-            return
-        self._tokens += sum(count_tokens(self, each) for each in list_passes(inputs)) if self._pass_rows else 0
-        if not self._passes:
+        """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their passes."""
+        if self.args.include_num_input_tokens_seen != "no" and not self._passes:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The floating-point operations of all passes."""
-        return sum(super(_PlanMixin, self).floating_point_ops(each) for each in list_passes(inputs))
+        return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first rank."""

@@ -19,7 +19,7 @@ import msgspec
 from ..errors import RequestError
 from ..system.state_folders import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
-from .files import Count, LiveRecord, Rate, ShareChange, start_ticks
+from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
 
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 
@@ -57,6 +57,13 @@ class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry")
     change: ShareChange
 
 
+class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entry"):
+    """A pass ran out of memory, and its rows were computed in smaller ones."""
+
+    at: At
+    line: str  # with the device, the step, the rows before and after, and the seconds it took
+
+
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
@@ -64,7 +71,7 @@ class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     failure: str = ""  # the exception, its first line
 
 
-TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | EndEntry
+TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | RetreatEntry | EndEntry
 
 
 class TrainingJournal:
@@ -78,6 +85,7 @@ class TrainingJournal:
         self._last: LiveRecord | None = None
         self._from: LiveRecord | None = None  # from which the next steps/s count
         self._changes: set[ShareChange] = set()
+        self._retreats: list[RetreatEntry] = []  # that aren't written yet
 
     def note(self, record: LiveRecord) -> None:
         """Keep what is new in a report of the first rank."""
@@ -88,13 +96,24 @@ class TrainingJournal:
             if change not in self._changes:
                 self._changes.add(change)
                 self._append(ChangeEntry(change))
+        self._write_retreats()
         if self._from is None or record.updated_at >= self._from.updated_at + SPEED_SECONDS:
             self._note_speed(record)
+
+    def note_retreat(self, line: str) -> None:
+        """Keep the line that the terminal has of a pass that ran out of memory, on any rank."""
+        self._retreats.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
+
+    def _write_retreats(self) -> None:
+        for retreat in self._retreats:
+            self._append(retreat)
+        self._retreats = []
 
     def close(self) -> None:
         """Say how fast it was last, and that it has ended."""
         if self._descriptor < 0 or self._last is None:
             return
+        self._write_retreats()
         self._note_speed(self._last)
         error = getattr(sys, "last_value", None)
         if not isinstance(error, KeyboardInterrupt):

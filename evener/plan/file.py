@@ -92,6 +92,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
     gain: float | None = None  # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
     paired: bool = False  # the gain was measured in turn, and the figures alone say another; written only if true
+    busy: bool = False  # the other devices worked meanwhile, which may have slowed this one; written only if true
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

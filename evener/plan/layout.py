@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,7 +58,7 @@ def check_kind(kind: Kind) -> None:
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device's part of each global batch; `batch` 0 means that the device is left out."""
 
-    device: str  # the GPU's UUID, or the name of a CPU slice or simulated device
+    device: Annotated[str, msgspec.Meta(min_length=1)]  # the GPU's UUID, or the name of a CPU slice or simulated device
     index: int  # for display, and for frameworks that count devices
     name: str
     batch: int  # samples; with `cost` their mean number

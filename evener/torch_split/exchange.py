@@ -17,13 +17,81 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import make_buckets
-from .held import Held
+from .collectives import make_buckets, note_own, own_collectives
+
+
+class Held:
+    """Gradients of earlier passes while a pass is computed that may have to be computed again.
+
+    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it fails. Otherwise each
+    gradient that is there is the whole pass's, and is final: a second try leaves it as it is.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+        self._final: bytearray | None = None  # of the failed pass
+        self._kept: list[Any] | None = None  # gradients from before the pass
+        self.opened = self.late = self.apart = False
+
+    @property
+    def is_final(self) -> bool:
+        """True while the rows of a failed pass are computed again, except for gradients that are already there."""
+        return self._final is not None
+
+    def open(self, dependent: bool) -> None:
+        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
+        self.opened, self.late = True, dependent or self._final is not None
+        self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
+        if self.apart:
+            self._kept = [each.grad for each in self._parameters]
+            for each in self._parameters:
+                each.grad = None
+
+    def merge(self, fired: bytearray) -> None:
+        """Add the pass's gradients to those that were kept, except for final ones."""
+        if self._kept is None:
+            return
+        sums: list[Any] = []
+        added: list[Any] = []
+        final = self._final or bytes(len(fired))
+        for place, (parameter, kept) in enumerate(zip(self._parameters, self._kept, strict=True)):
+            if parameter.grad is not None and kept is not None and not final[place]:
+                sums.append(kept)
+                added.append(parameter.grad)
+            if kept is not None:
+                parameter.grad = kept
+        self._kept = None
+        if sums:
+            with torch.no_grad():
+                torch._foreach_add_(sums, added)
+
+    def close(self) -> None:
+        """Finish a complete pass."""
+        self.opened = self.late = self.apart = False
+
+    def settle(self) -> None:
+        """Forget a failed pass whose rows are now all computed."""
+        self._final = None
+
+    def fail(self, fired: bytearray) -> None:
+        """Undo the pass, or remember what of it is final."""
+        if self._kept is not None:
+            for parameter, kept in zip(self._parameters, self._kept, strict=True):
+                parameter.grad = kept
+            self._kept = None
+        elif self.late:
+            for parameter, done in zip(self._parameters, fired, strict=True):
+                if done:
+                    parameter.grad = None
+        elif self.opened:
+            self._final = bytearray(fired)
+        self.close()
+
 
 BUCKET_BYTES = 25 << 20
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     """Nobody listens."""
 
 
@@ -31,7 +99,8 @@ class Exchange:
     """Sums the gradients of `module` over `group` (None: every process), this rank's times `weight`.
 
     A backward pass through what `watch` was given is summed at its end where `sync` says so. `begun` is called as
-    one begins, `ready` when the last gradient is there, and `done` when the sums are.
+    one comes to such outputs, with the batch that they are of and the one of those before in this pass; `ready` when
+    the last gradient is there, and `done` when the sums are.
     """
 
     def __init__(
@@ -47,7 +116,7 @@ class Exchange:
         named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
         self.parameters = [each for each in named.values() if each.requires_grad]
         self.group, self.weight, self.ran = group, 1.0, False
-        self.begun: Callable[[], None] = _nothing
+        self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
         self._bytes, self._alone = bucket_bytes, alone
@@ -58,6 +127,7 @@ class Exchange:
         self._early = False  # buckets may go before the backward pass ends
         self._repeats = False  # a parameter's gradient came in parts
         self._armed = self._sync = self._blind = False
+        self._batch: Any = None  # of the backward pass, or of the forward pass where that is blind
         self._sent = 0  # buckets that are on their way
         self._unsent = False  # gradients are there that weren't summed
         self._fired = bytearray(len(self.parameters))
@@ -80,7 +150,7 @@ class Exchange:
             self._spread([each.detach() for each in tensors])
 
     def _spread(self, tensors: list[torch.Tensor]) -> None:
-        """The first rank's values on every rank."""
+        """Copy the first rank's values to every rank."""
         group = dist.group.WORLD if self.group is None else self.group
         for device in {each.device for each in tensors}:
             own = [each for each in tensors if each.device == device]
@@ -115,20 +185,22 @@ class Exchange:
 
     # ------------------------------------------------------------------ a backward pass
 
-    def watch(self, outputs: Sequence[torch.Tensor], sync: bool) -> None:
+    def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
         watched = [each for each in outputs if each.requires_grad]
         for each in watched:
-            each.register_hook(lambda _: self.arm(sync))
+            each.register_hook(lambda _: self.arm(sync, batch))
         if not watched:  # of an object that hides its tensors
-            self._blind, self._sync = True, sync
+            self._blind, self._sync, self._batch = True, sync, batch
 
-    def arm(self, sync: bool) -> None:
+    def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
         task = torch._C._current_graph_task_id()
-        if _open.get(self) != task:
+        begins = _open.get(self) != task
+        self.begun(batch, batch if begins else self._batch)
+        self._batch = batch
+        if begins:
             _open.pop(self, None)
-            self.begun()
             _open[self] = task
             self._armed, self._sync, self._blind = True, False, False
             self._fired = bytearray(len(self.parameters))
@@ -138,9 +210,9 @@ class Exchange:
         self._sync |= sync
 
     def _accumulated(self, place: int) -> None:
-        """A parameter has its gradient."""
+        """Count the gradient of a parameter, and send its bucket if that is complete."""
         if self._blind:
-            self.arm(self._sync)
+            self.arm(self._sync, self._batch)
         if self._fired[place]:
             self._note_again()
         self._fired[place] = 1
@@ -157,7 +229,7 @@ class Exchange:
                 self._send_complete()
 
     def _note_again(self) -> None:
-        """A parameter got another part of its gradient, as with one that is shared by reentrant checkpoints."""
+        """Note that a parameter got another part of its gradient, as a layer shared by reentrant checkpoints does."""
         self._repeats = True
         if self._order is None and self._early and self._sync:
             raise RequestError(
@@ -181,10 +253,11 @@ class Exchange:
         bucket.weigh(self.weight)
         if self._sent == len(self._buckets):
             self.ready()
+        note_own()
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     def _finish_pass(self) -> None:
-        """The backward pass has no more gradients: send what is left."""
+        """Send the buckets that are left once the backward pass has no more gradients."""
         self.held.merge(self._fired)
         if self._sync and any(self._fired):
             while self._sent < len(self._buckets):
@@ -204,22 +277,28 @@ class Exchange:
             bucket.receive()
         self._sent, self._unsent, self.ran = 0, False, True
         self.held.settle()
+        if self._order is not None or self._spreads:
+            with own_collectives():
+                self._agree_again()
+        self.done()
+
+    def _agree_again(self) -> None:
+        """After a sum, take the first rank's order of gradients once, and its buffers."""
         if self._order is not None:
             self._learn_order(self._order)
         if self._spreads:
             self._spread([each.detach() for each in self.buffers()])
-        self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Take buckets in the order in which the first rank's gradients came, and know whether any came in parts."""
+        """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""
         places = list(dict.fromkeys(seen))
         places += [place for place in range(len(self.parameters))[::-1] if place not in set(places)]
-        told = torch.tensor([*places, 0], device=self._buckets[0].flat.device)
-        late = torch.tensor([self._repeats], device=told.device, dtype=torch.int64)
-        dist.broadcast(told, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-        dist.all_reduce(late, dist.ReduceOp.MAX, group=self.group)
-        self._order, self._early = None, not int(late)
-        self._make_buckets(told.tolist()[:-1])
+        order = torch.tensor(places, device=self._buckets[0].flat.device)
+        repeats = torch.tensor([self._repeats], device=order.device, dtype=torch.int64)
+        dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
+        dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
+        self._order, self._early = None, not int(repeats)
+        self._make_buckets(order.tolist())
         for bucket in self._buckets:
             bucket.gather()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from ..errors import RequestError
-from .batch_tracker import Epoch
-from .fetch import Fetch
-from .prefetch import DEPTH, Prefetcher
+from .batch import Epoch
+from .fetch import DEPTH, Fetch, Prefetcher
 from .sampler import UnevenBatchSampler
 
 _DECIDED = {
@@ -245,3 +246,124 @@ def check_options(options: dict[str, Any]) -> None:
         if options.get(name) is not None:
             shown = repr(options[name]) if isinstance(options[name], int) else type(options[name]).__name__
             raise RequestError(f"{name}={shown} can't be given: the plan decides each rank's rows.", remedy)
+
+
+_LOADERS = "loaders"
+
+
+class LoaderStates:
+    """The loaders of a training that are in use, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Loader]] = []
+        self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't made yet
+
+    def add(self, loader: Loader) -> Loader:
+        """Remember a loader; it goes on where the loader of its place was, if a state was loaded before it was made."""
+        self._made.append(weakref.ref(loader))
+        if self._waiting:
+            loader.load_state_dict(self._waiting.pop(0))
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all, the same on every rank, fit for JSON."""
+        return {_LOADERS: [loader.state_dict() for loader in self._list()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make each loader go on where it was, also those that are made later; RequestError for another's state."""
+        if not isinstance(state.get(_LOADERS), list):
+            raise RequestError(f"The state of the split has no {_LOADERS!r}.", "Give what its state_dict() returned.")
+        states, loaders = state[_LOADERS], self._list()
+        for loader, own in zip(loaders, states, strict=False):
+            loader.load_state_dict(own)
+        self._waiting = list(states[len(loaders) :])
+
+    def _list(self) -> list[Loader]:
+        self._made = [each for each in self._made if each() is not None]
+        return [loader for each in self._made if (loader := each()) is not None]
+
+
+class StepSampler:
+    """This rank's rows of each global batch, as a batch sampler that begins anew at any of them."""
+
+    def __init__(self, sampler: UnevenBatchSampler) -> None:
+        self.sampler, self.drop_last = sampler, sampler.drop_last
+        self.batch_size = sampler.shares[sampler.rank]
+        self.first_step = 0  # of the next iteration: those before it are left out
+
+    def __len__(self) -> int:
+        """Global batches of an epoch."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.steps(), self.first_step, None)
+
+    def steps(self) -> Iterator[Any]:
+        """The rows of each global batch of the epoch."""
+        return iter(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of rows of this epoch, from its first row on."""
+        self.sampler.set_epoch(epoch)
+
+    def rank_sizes(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in the epoch's global batch number `step`."""
+        return self.sampler.sizes_at(step * self.sampler.global_batch)
+
+    def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
+        """The tokens of this rank's rows in those batches, without and with padding; 0 where rows have no lengths."""
+        rows = self.sampler
+        counted = [rows.count_tokens(step * rows.global_batch, rows.epoch) for step in steps]
+        return sum(tokens for tokens, _ in counted), sum(padded for _, padded in counted)
+
+
+class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
+    """A DataLoader for trainers: this rank's global batches; `done` is how many of this epoch the trainer has computed.
+
+    `options` are DataLoader's. `load_state_dict` goes on in mid-epoch, also under other shares, as long as the global
+    batch is the same; RequestError if not.
+    """
+
+    def __init__(self, dataset: Any, steps: StepSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=steps, **options)
+        self.done = 0
+        self._start = 0  # global batch with which the next iteration begins
+
+    def __iter__(self) -> Any:
+        self.batch_sampler.first_step = self.done = self._start
+        self._start = 0
+        return super().__iter__()
+
+    @property
+    def drawn_ahead(self) -> int:
+        """The most global batches whose rows are drawn before the trainer asks for them."""
+        drawn: int = self.num_workers * (self.prefetch_factor or 2)
+        return drawn
+
+    def take(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in the epoch's global batch number `step`, which the trainer has now."""
+        sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
+        return sizes
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration."""
+        self.batch_sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the training after `done` global batches; the same on every rank that has as many."""
+        rows = self.batch_sampler.sampler
+        position = min(rows.length, self.done * rows.global_batch)
+        return {**rows.state_dict(), "position": position, "global_batch": rows.global_batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration go on where `state` was taken."""
+        rows = self.batch_sampler.sampler
+        if state.get("global_batch") != rows.global_batch:
+            raise RequestError(
+                f"The checkpoint was made with a global batch of {state.get('global_batch')!r} rows, this training has"
+                f" {rows.global_batch}.",
+                "Go on with the same, or from a checkpoint of an epoch's end.",
+            )
+        rows.load_state_dict(state)
+        self._start = -(-rows.position // rows.global_batch)
+        rows.position = 0

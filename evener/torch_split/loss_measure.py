@@ -6,19 +6,245 @@ draws the same random numbers. Nothing of it is left in the model, the trainer o
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
+from torch.nn.functional import leaky_relu
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..training.loss_check import FLOAT32_ROUNDING, FLOAT64_ROUNDING, MIXED_ROUNDING
-from .even_randomness import SEED, EvenRandomness
-from .kept_state import kept_attributes, kept_state, seed_all
+
+SEED = 20_260_923
+
+
+class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Draws the same random numbers for every row.
+
+    `draws` counts them in a pass; `kinds` are the types of what was computed, single figures apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[torch.dtype] = set()
+        self.draws = 0
+
+    def begin(self) -> None:
+        """A pass begins: its numbers are those of every other pass."""
+        self.draws = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = dict(keywords or {})
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            result = function(*arguments, **given)
+        else:
+            self.draws += 1
+            result = _draw(function, list(arguments), given, SEED + self.draws)
+        if isinstance(result, torch.Tensor) and result.numel() > 1:
+            self.kinds.add(result.dtype)
+        return result
+
+
+def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
+    name = function.overloadpacket.__name__
+    if name == "_cudnn_init_dropout_state":  # which no layer uses without dropout
+        return function(*arguments, **keywords)
+    keywords.pop("generator", None)  # the user's own stays where it is
+    _leave_dropout_out(function, arguments, keywords)
+    torch.manual_seed(seed)
+    if name == "randperm":
+        return torch.arange(*arguments, **keywords)
+    if name in _DISTRIBUTIONS:
+        return _DISTRIBUTIONS[name](*arguments)
+    if name == "native_dropout":
+        return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
+    names = [each.name for each in function._schema.arguments]
+    if "size" in names:
+        return _new_rows(function, arguments, keywords, names.index("size"))
+    if name == "bernoulli_" and len(arguments) < 2:
+        arguments.append(keywords.pop("p", 0.5))
+    if name == "bernoulli_" and not isinstance(arguments[1], torch.Tensor) and arguments[1] >= 0.5:
+        return arguments[0].fill_(1)  # dropout keeps all
+    if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
+        return function(*arguments, **keywords)
+    if function._schema.is_mutable:
+        return arguments[0].copy_(_one_row(function, arguments, keywords))
+    if name.endswith("_like"):
+        return _one_row(function, arguments, keywords).expand_as(arguments[0]).clone()
+    return function(*arguments, **keywords)
+
+
+def _leave_dropout_out(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> None:
+    """Fused attention and recurrent layers take the rate as an argument."""
+    for place, each in enumerate(function._schema.arguments):
+        if each.name in ("dropout", "dropout_p"):
+            if place < len(arguments):
+                arguments[place] = 0.0
+            elif each.name in keywords:
+                keywords[each.name] = 0.0
+
+
+def _new_rows(function: Any, arguments: list[Any], keywords: dict[str, Any], place: int) -> Any:
+    shape = list(arguments[place])
+    arguments[place] = shape[-1:] if len(shape) > 1 else [1] * len(shape)
+    return function(*arguments, **keywords).expand(shape).clone()
+
+
+def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    like = arguments[0]
+    return function(torch.empty_like(_last_axis(like)), *arguments[1:], **keywords)
+
+
+def _last_axis(tensor: Any) -> Any:
+    """The first line of a tensor along its last axis if it has two axes or more, otherwise one value."""
+    return tensor[(0,) * (tensor.ndim - 1)] if tensor.ndim > 1 else tensor[:1] if tensor.ndim else tensor
+
+
+def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
+    like = mean if isinstance(mean, torch.Tensor) else deviation
+    return mean + deviation * torch.randn_like(_last_axis(like))
+
+
+def _draw_bernoulli(chances: Any, *_: Any) -> Any:
+    return (chances > 0.5).to(chances.dtype)
+
+
+def _draw_places(chances: Any, count: int, *_: Any) -> Any:
+    return chances.topk(min(count, chances.shape[-1])).indices
+
+
+_DISTRIBUTIONS: dict[str, Callable[..., Any]] = {  # whose arguments differ from row to row: a value that each row has
+    "normal": _draw_normal,
+    "bernoulli": _draw_bernoulli,
+    "poisson": lambda rates, *_: rates.round(),
+    "_standard_gamma": lambda shapes, *_: shapes.clone(),
+    "multinomial": _draw_places,
+    "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(inputs, (lower + upper) / 2),
+}
+
+
+MOST_ITEMS = 10_000  # of a list or dict that is looked into; longer ones are data, not counters
+_CONTAINERS = (dict, list, deque, set)
+
+
+@contextmanager
+def kept_attributes(*holders: Any) -> Iterator[None]:
+    """Put back what all holders have, in place, when the block ends: counters, lists of figures, buffers, metrics.
+
+    Parameters aren't copied.
+    """
+    put_back = keep_attributes(*holders)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
+    """Note what all holders have, but for what `apart` refers to; the function that puts it back, in place."""
+    memo: dict[int, Any] = {id(each): None for each in apart}  # what needn't be looked into
+    for each in holders:
+        memo |= {id(vars(each).get(name)): None for name in ("_parameters", "_modules")}  # FSDP exchanges parameters
+    kept = [(vars(each), _copy(vars(each), memo)) for each in holders]
+
+    def put_back() -> None:
+        for holder, was in kept:
+            _put_back(holder, was)
+
+    return put_back
+
+
+@contextmanager
+def kept_state(holders: Iterable[Any] = ()) -> Iterator[None]:
+    """Put back the attributes of all holders and of their modules, and the random state, when the block ends."""
+    modules = [part for each in holders for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])]
+    numbers = RandomState()
+    try:
+        with kept_attributes(*modules):
+            yield
+    finally:
+        numbers.restore()
+
+
+class RandomState:
+    """The state of Python's, NumPy's and PyTorch's random numbers, of the current GPU too if one is in use."""
+
+    def __init__(self) -> None:
+        numbers: Any = numpy.random.get_state()
+        self._python, self._numpy, self._torch = random.getstate(), numbers, torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def has_changed(self) -> bool:
+        """True if some were drawn since."""
+        now = RandomState()
+        same = torch.equal(self._torch, now._torch) and (self._gpu is None or torch.equal(self._gpu, now._gpu))
+        places = [(int(state[1][0]), int(state[2])) for state in (self._numpy, now._numpy)]
+        return not same or self._python != now._python or places[0] != places[1]
+
+    def restore(self) -> None:
+        """Put the state back."""
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's random numbers."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    """The data that put a value back in place; None for a value that is only referred to."""
+    if id(value) in memo:
+        return None
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
+            return None
+        memo[id(value)] = value
+        return value._version, value.detach().clone()
+    if (type(value) not in _CONTAINERS and not isinstance(value, _CONTAINERS)) or len(value) > MOST_ITEMS:
+        return None
+    memo[id(value)] = value
+    if isinstance(value, set):
+        return set(value)
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    return [(key, item, _copy(item, memo)) for key, item in items]
+
+
+def _put_back(value: Any, was: Any) -> None:
+    if was is None:
+        return
+    if isinstance(value, torch.Tensor):
+        version, copied = was
+        if value._version != version:
+            with torch.no_grad():
+                value.copy_(copied)
+        return
+    if isinstance(value, set):
+        value.clear()
+        value.update(was)
+        return
+    for _, item, inner in was:
+        _put_back(item, inner)
+    same = list(value.items() if isinstance(value, dict) else enumerate(value))
+    if [(key, id(item)) for key, item in same] != [(key, id(item)) for key, item, _ in was]:
+        value.clear()
+        if isinstance(value, dict):
+            value.update({key: item for key, item, _ in was})
+        else:
+            value.extend(item for _, item, _ in was)
+
 
 HALF_ROUNDING = 4e-3  # where 16-bit floats can't be kept out, as with weights in 4 or 8 bits, or layers that cast
 _HALF = {torch.float16, torch.bfloat16}

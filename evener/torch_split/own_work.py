@@ -11,15 +11,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..live.files import Doing
-from ..live.times import DeviceTimes, middle, spread, sum_up
+from ..live.files import MOST_CHANGES, Doing, ShareChange, clean
+from ..live.journal import TrainingJournal
+from ..live.reporter import Details, DeviceTimes, Reporter, middle, spread, sum_up
+from ..plan.check import describe
+from ..training.retreat import Retreat, say
+from .collectives import own_collectives
+from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
 OWN: Doing = "own work"
@@ -175,10 +181,11 @@ class StepTimer:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """A context whose time is spent waiting for other ranks, not on own work."""
+        """A context in which evener waits for other ranks, which is no own work."""
         before = self._marks[-1][0] if self._marks else SUM
         self._enter(SUM, OWN, UPDATE, BETWEEN)
-        yield
+        with own_collectives():
+            yield
         if before != SUM:
             self._enter(before, SUM)
 
@@ -248,6 +255,77 @@ class StepTimer:
 def make_timer(device: torch.device, alone: bool) -> StepTimer:
     """A timer for the steps of a rank on `device`."""
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
+
+
+RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
+
+
+class StepReporter:
+    """Reports the steps of one rank to the monitor; with `journal`, the first rank keeps one of the whole training.
+
+    `shares` are those in force, and `timer` has the times of the steps.
+    """
+
+    def __init__(self, shares: RankShares, timer: StepTimer, journal: bool = False) -> None:
+        self.shares, self._timer = shares, timer
+        self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
+        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
+        self._journal = None
+        if journal and shares.rank == 0:
+            self._journal = TrainingJournal(tuple(map(describe, shares.shares)), shares.batches)
+        self._lines = 0  # of other ranks' retreats that the journal has
+        self._reporter = Reporter(self._describe, self._journal, timer.now)
+
+    def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
+        """A step on this rank's rows is done; `tokens` are those of the rows, without and with padding."""
+        now = self.shares
+        self._reporter.report(rows, devices=(now.share,), framework="torch", workload=now.workload, tokens=tokens)
+
+    def note_retreat(self, retreat: Retreat) -> None:
+        """Say, and note, that a pass ran out of memory and that smaller ones follow."""
+        line = retreat.describe(self.shares.share.name or self.shares.share.device)
+        self.retreats, self.retreat = self.retreats + 1, line
+        say(line)
+        if self._journal is not None:
+            self._journal.note_retreat(line)
+        elif self.shares.rank:
+            with suppress(RuntimeError):  # of a store that can't append
+                dist.distributed_c10d._get_default_store().append(RETREATS, f"{line}\n")
+
+    def _collect_retreats(self) -> None:
+        """Give the journal the retreats of other ranks."""
+        if self._journal is None or self.shares.world == 1:
+            return
+        with suppress(RuntimeError, ValueError):  # of a group that is gone
+            store = dist.distributed_c10d._get_default_store()
+            if store.check([RETREATS]):
+                lines = store.get(RETREATS).decode().splitlines()
+                for line in lines[self._lines :]:
+                    self._journal.note_retreat(line)
+                self._lines = len(lines)
+
+    def close(self) -> None:
+        """The monitor forgets this training."""
+        self._collect_retreats()
+        self._reporter.close()
+
+    def _describe(self) -> Details:
+        self._collect_retreats()
+        now, times = self.shares, self._timer.medians()
+        return Details(
+            now.training,
+            now.rank,
+            now.world,
+            now.samples_per_second,
+            times.step_s,
+            times.step_spread,
+            times.input_s,
+            (times.work,),
+            tuple(self.changes),
+            times.between_s,
+            self.retreats,
+            clean(self.retreat),
+        )
 
 
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()

@@ -6,46 +6,76 @@ before the pass, but for gradients that are on their way already, which are fina
 
 from __future__ import annotations
 
-import random
+import gc
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
-import msgspec
-import numpy
 import torch
 
 from ..errors import DeviceError, RequestError
+from ..training.retreat import PassLimit, Retreat, say
+from .batch import Part, each_tensor
+from .collectives import count_foreign
 from .exchange import Exchange
-from .memory import describe_memory, drop_frames, free_memory, held_by_others, is_out_of_memory, say
-from .model_checks import is_sharded
-from .nested_batch import each_tensor
-from .parts import Part
+from .loss_measure import RandomState
 
-CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
-MOST_FAILURES = 20  # of one row, in a row
+_SIGNS = (  # of errors of other types that mean the same
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "can't allocate memory",
+)
 
 
-class Retreat(msgspec.Struct, frozen=True):
-    """A pass that didn't fit, and what was done."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if an error says that memory ran out, in PyTorch's allocator or in a library that it calls."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
-    step: int
-    rows: int  # of the pass
-    smaller: int  # rows of those that follow
-    seconds: float  # until they could begin
-    others_bytes: int  # that other processes hold of the device
 
-    def describe(self, device: str) -> str:
-        """A line for the terminal."""
-        held = f" (others hold {self.others_bytes / 2**30:.0f} GiB)" if self.others_bytes >= 2**30 else ""
-        return (
-            f"{device} ran out of memory at step {self.step:,}{held}: passes of {self.rows} -> {self.smaller} rows,"
-            f" {self.seconds:.1f} s"
-        )
+def drop_frames(error: BaseException) -> str:
+    """Release what the frames of an error hold; returns the error as text, which holds nothing."""
+    text = str(error).partition("\n")[0]
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__, seen = None, seen.__context__
+    return text or type(error).__name__
+
+
+def free_memory(device: torch.device) -> None:
+    """Return unused memory to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def held_by_others(device: torch.device) -> int:
+    """Bytes of the device that other processes hold; 0 where that isn't known."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    own = int(torch.cuda.memory_reserved(device)) + 2**29  # half a GiB for the context
+    return max(0, int(total - free) - own)
+
+
+def describe_memory(device: torch.device) -> str:
+    """The use of the device's memory, as a part of a sentence."""
+    if device.type != "cuda":
+        return "the memory of this machine's CPU"
+    own, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
+    gib = [each / 2**30 for each in (total, own, free, held_by_others(device))]
+    return "of {:.1f} GiB the training holds {:.1f}, {:.1f} are free, others hold {:.1f}".format(*gib)
 
 
 class Passes:
@@ -56,38 +86,45 @@ class Passes:
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._rank, self._device, self._said = rank, device, said
-        self._step = 0  # batches so far
-        self.most: int | None = None  # rows of a pass; None: as the plan has it
-        self.total = 0  # passes that didn't fit
-        self._clean = 0  # batches since then
-        self._failures = 0  # of single rows, in a row
+        self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # buffers that passes leave as they are
         self.check: Callable[[Part, int], None] | None = None  # RequestError where parts of some rows don't add up
         self.checked = False
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
         self._opened = self._ended = False  # a backward pass of the pass
+        self._part: Part | None = None  # that is computed
+        self._before = 0  # collectives of the loop's own before the pass
+        self._meets = False  # there are some in a pass
+        self.final = (  # why a pass can't be undone where there is no exchange, and what to do
+            "others than evener sum its gradients, as FSDP does",
+            "Make a plan with smaller passes: evener balance --micro.",
+        )
 
     def take(
-        self, parts: Iterable[Part], models: Sequence[Any], exchanges: Sequence[Exchange], begins: bool = True
+        self,
+        parts: Iterable[Part],
+        models: Sequence[Any],
+        exchanges: Sequence[Exchange],
+        begins: bool = True,
+        move: bool = True,
     ) -> Iterator[Part]:
         """Each part, on the device for its turn, or its pieces; the models exchange gradients in the last one only.
 
-        `begins`: they are the first of a batch.
+        `begins`: they are the first of a batch; without `move`, the caller sends them to the device.
         """
         self._exchanges = list(exchanges)
         queue = deque(parts)
-        self._clean += begins
-        self._step += begins
-        if self.most is not None and self._clean > CLEAN_STEPS:
-            self.most, self._clean = 2 * self.most, 0
+        if begins:
+            self.limit.begin()
         while queue:
             part = queue.popleft()
-            pieces = [part] if self.most is None or part.rows <= self.most else part.cut(self.most, self._least())
+            most = self.limit.most
+            pieces = [part] if most is None or part.rows <= most else part.cut(most, self._least())
             if len(pieces) > 1:
                 queue.extendleft(reversed(pieces))
                 continue
-            yield from self._turn(part, models if queue else ())
+            yield from self._turn(part, models if queue else (), self._device if move else None)
             if not part.error:
                 part.check_computed()
                 if part.origin is None or not queue or queue[0].origin is not part.origin:
@@ -95,28 +132,31 @@ class Passes:
                 continue
             if not any(exchange.held.is_final for exchange in self._exchanges):
                 part.origin = part  # gradients that become final from now on are so for this part's rows alone
-            self._retreat(part, models)
+            self._retreat(part)
             part.computed, part.error = False, ""
             queue.appendleft(part)
         self._exchanges = []
 
-    def _turn(self, part: Part, unsynced: Sequence[Any]) -> Iterator[Part]:
+    def _turn(self, part: Part, unsynced: Sequence[Any], device: torch.device | None) -> Iterator[Part]:
         batch, self._opened, self._ended = part.batch, False, False
-        self._state = PassState(self._exchanges, self._device, self._constant)
-        part.passes = self
+        self._state = PassState(self._exchanges, self._constant)
+        part.passes, self._part, self._before = self, part, count_foreign()
         try:
-            part.batch = each_tensor(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+            part.batch = each_tensor(lambda tensor: tensor.to(device, non_blocking=True) if device else tensor, batch)
             with ExitStack() as stack:
                 for model in unsynced:
                     if hasattr(model, "no_sync"):
                         stack.enter_context(model.no_sync())
                 yield part
+            self._look_for_meetings(part)
         finally:
-            part.batch, part.passes = batch, None
+            part.batch, part.passes, self._part = batch, None, None
 
     def open(self) -> None:
         """Prepare for the backward pass of a part."""
         self._opened = True
+        if self._part is not None:
+            self._look_for_meetings(self._part)
         dependent = self._state is not None and self._state.is_changed()
         for exchange in self._exchanges:
             exchange.open(dependent)
@@ -136,19 +176,25 @@ class Passes:
         return 1 + any(each.training for exchange in self._exchanges for each in exchange.normalizers)
 
     def _settle(self) -> None:
-        self._failures = 0
+        self.limit.settle()
         for exchange in self._exchanges:
             exchange.held.settle()
-        if self._state is not None and self._step == 1:
+        if self._state is not None and self.limit.step == 1:
             self._constant |= self._state.unchanged()
 
     def catch(self, error: BaseException) -> str:
         """The error as text if its pass can be computed again: memory ran out, and no backward pass has ended."""
-        if not is_out_of_memory(error) or self._ended or not self._exchanges:
+        if not is_out_of_memory(error) or self._ended:
             return ""
+        if not self._exchanges and self._part is not None:
+            raise DeviceError(
+                f"Rank {self._rank} ran out of memory in a pass of {self._part.rows} rows"
+                f" ({describe_memory(self._device)}), and can't compute it again: {self.final[0]}.",
+                self.final[1],
+            ) from None
         return drop_frames(error)
 
-    def _retreat(self, part: Part, models: Sequence[Any]) -> None:
+    def _retreat(self, part: Part) -> None:
         began = time.monotonic()
         assert self._state is not None
         for exchange in self._exchanges:
@@ -156,38 +202,44 @@ class Passes:
         self._state.restore()
         self._state = None
         free_memory(self._device)
-        self._check_left(part, models)
+        self._check_left(part)
         self._check_sum(part)
-        self.most, self._clean = max(self._least(), part.rows // 2), 0
-        self.total += 1
+        smaller = self.limit.shrink(part.rows, self._least())
         seconds = time.monotonic() - began
-        self._said(Retreat(self._step, part.rows, self.most, seconds, held_by_others(self._device)))
+        self._said(Retreat(self.limit.step, part.rows, smaller, seconds, held_by_others(self._device)))
 
-    def _check_left(self, part: Part, models: Sequence[Any]) -> None:
-        """DeviceError where nothing smaller is left, or where ranks meet in each pass."""
-        self._failures += part.rows < 2 * self._least()
+    def _check_left(self, part: Part) -> None:
+        """DeviceError where nothing smaller is left, or where the loop meets other ranks in a pass."""
         held = describe_memory(self._device)
-        if self._failures >= MOST_FAILURES:
-            raise DeviceError(
-                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {part.rows} rows"
-                f" that can't be smaller: {held}.",
-                "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
-            )
-        if any(map(meets_in_passes, models)):
-            raise DeviceError(
-                f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows ({held}), and ranks meet in each"
-                " pass of FSDP or SyncBatchNorm.",
-                "Make a plan with smaller passes: evener balance --micro.",
-            )
+        self.limit.fail(part.rows, self._least(), held)
+        if self._meets:
+            raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
+
+    def _look_for_meetings(self, part: Part) -> None:
+        """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the plan's pass."""
+        if count_foreign() == self._before:
+            return
+        self._meets = True
+        if part.rows < part.planned and not part.error:
+            raise self._meeting(f"takes {part.rows} rows at once of a pass of {part.planned}, as memory was short")
+
+    def _meeting(self, seen: str) -> DeviceError:
+        return DeviceError(
+            f"Rank {self._rank} {seen}, and the loop meets other ranks in a pass, by torch.distributed or in a layer:"
+            " they would wait for each other.",
+            "Gather figures after the step, or make a plan with smaller passes: evener balance --micro.",
+        )
 
     def _check_sum(self, part: Part) -> None:
-        """DeviceError unless smaller passes learn the same; looked at once."""
+        """DeviceError unless smaller passes learn the same; checked once."""
         if self.check is None or self.checked or part.rows < 2:
             return
         for rows in (8, 4, 2):
             try:
                 self.check(part, rows)
             except RequestError as error:
+                if count_foreign() != self._before:
+                    raise self._meeting(f"ran out of memory in a pass of {part.rows} rows") from None
                 raise DeviceError(
                     f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and smaller passes would learn"
                     f" something else. {error.message}",
@@ -212,11 +264,8 @@ class Passes:
 class PassState:
     """Random numbers and buffers before a pass."""
 
-    def __init__(self, exchanges: Sequence[Exchange], device: torch.device, constant: set[int]) -> None:
-        self._numbers = random.getstate(), numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._device = device
+    def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
+        self._numbers = RandomState()
         normalizers = [each for exchange in exchanges for each in exchange.normalizers]
         self._mixes_rows = any(each.training for each in normalizers)
         self._statistics = {id(buffer) for each in normalizers for buffer in each.buffers()}
@@ -232,23 +281,12 @@ class PassState:
 
     def is_changed(self) -> bool:
         """True if rows depend on random draws, or on one another, as far as the forward pass shows."""
-        if self._mixes_rows or any(each._version != version for each, version, _ in self._buffers):
-            return True
-        if not torch.equal(self._torch, torch.get_rng_state()):
-            return True
-        if self._gpu is not None and not torch.equal(self._gpu, torch.cuda.get_rng_state(self._device)):
-            return True
-        return self._numbers[0] != random.getstate() or _position(self._numbers[1]) != _position(
-            numpy.random.get_state()
-        )
+        changed = any(each._version != version for each, version, _ in self._buffers)
+        return self._mixes_rows or changed or self._numbers.has_changed()
 
     def restore(self) -> None:
         """Put random numbers and buffers back as they were before the pass."""
-        random.setstate(self._numbers[0])
-        numpy.random.set_state(self._numbers[1])
-        torch.set_rng_state(self._torch)
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._gpu, self._device)
+        self._numbers.restore()
         if any(copied is None and each._version != version for each, version, copied in self._buffers):
             raise DeviceError(
                 "Memory ran out in a pass that changed a buffer for the first time, and it can't be put back.",
@@ -258,15 +296,6 @@ class PassState:
             for each, _, copied in self._buffers:
                 if copied is not None:
                     each.copy_(copied)
-
-
-def _position(state: Any) -> tuple[int, int]:
-    return int(state[1][0]), int(state[2])
-
-
-def meets_in_passes(model: Any) -> bool:
-    """True if a rank waits for others within a pass of this model."""
-    return is_sharded(model) or any(isinstance(each, torch.nn.SyncBatchNorm) for each in model.modules())
 
 
 @cache

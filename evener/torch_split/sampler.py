@@ -7,15 +7,91 @@ no row in a short last batch gets one to keep step with; that row has weight 0.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from ..errors import RequestError
 from ..shares.whole_rows import apportion, bounds
-from .row_order import RowOrder, mix_seed
-from .share_schedule import ShareSchedule
+from ..training.dealing import Deal, Dealer
+from ..training.rebalance import ShareSchedule
+from .batch import DealtBatch
+
+Order = Iterable[int] | Callable[[int], Sequence[int]]
+
+
+class RowOrder:
+    """The rows of each epoch in the order that the user's `order` gives, drawn anew from `seed` and the epoch.
+
+    RequestError if it gives something else than as many rows of 0 to `rows` - 1 in each epoch.
+    """
+
+    def __init__(self, order: Order, rows: int, seed: int) -> None:
+        self._order = order
+        self._rows = rows
+        self._seed = seed
+        self._epoch = 0
+        self._drawn = self._draw(0)
+        self._digest: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._drawn)
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        """The epoch's rows, (rows,) of int64."""
+        if epoch != self._epoch:
+            drawn = self._draw(epoch)
+            if len(drawn) != len(self._drawn):
+                raise RequestError(
+                    f"The order has {len(drawn)} rows in epoch {epoch} and {len(self._drawn)} in epoch {self._epoch}.",
+                    "Give one with as many rows in every epoch.",
+                )
+            self._epoch, self._drawn, self._digest = epoch, drawn, None
+        return self._drawn
+
+    def digest(self, epoch: int) -> int:
+        """A digest that tells one epoch's order from another."""
+        drawn = self.draw(epoch)
+        if self._digest is None:
+            self._digest = crc32(drawn.numpy().tobytes())
+        return self._digest
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        order: Any = self._order
+        seed = mix_seed(self._seed, epoch)
+        with torch.random.fork_rng(devices=[]):  # the loop's own random numbers stay as they were
+            torch.default_generator.manual_seed(seed)
+            if isinstance(getattr(order, "generator", None), torch.Generator):
+                order.generator.manual_seed(seed)
+            if callable(order):
+                rows = order(epoch)
+            else:
+                if hasattr(order, "set_epoch"):
+                    order.set_epoch(epoch)
+                rows = list(order)
+        return self._check(rows)
+
+    def _check(self, rows: Any) -> torch.Tensor:
+        try:
+            drawn = torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):
+            drawn = torch.empty(0)
+        whole = drawn.ndim == 1 and len(drawn) and not (drawn.is_floating_point() or drawn.dtype == torch.bool)
+        if not whole or drawn.min() < 0 or drawn.max() >= self._rows:
+            raise RequestError(
+                f"order={type(self._order).__name__} doesn't give row numbers from 0 to {self._rows - 1}.",
+                "Give a sampler, a list of row numbers, or a function of the epoch that returns one; no batch sampler.",
+            )
+        return drawn.to("cpu", torch.int64, copy=True)
+
+
+def mix_seed(seed: int, epoch: int) -> int:
+    """A seed for the random numbers of one epoch."""
+    return (seed * 1_000_003 + epoch) % (1 << 63)
+
 
 LOOPS = 4  # that may run over one sampler at the same time and change shares
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
@@ -107,6 +183,11 @@ class UnevenBatchSampler:
         """The rows of each rank in a step, counted from the position; 0 for one that only keeps step."""
         return self.sizes_at(self.position + step * self.global_batch)
 
+    def take(self, step: int) -> tuple[int, ...]:
+        """The rows of each rank in a step that a trainer begins now, counted from the position."""
+        self.schedule.begun = self.position + (step + 1) * self.global_batch
+        return self.sizes(step)
+
     def sizes_at(self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None) -> tuple[int, ...]:
         """The rows of each rank in the step that begins with row `first` of `epoch`, in a loop with this schedule.
 
@@ -131,18 +212,14 @@ class UnevenBatchSampler:
 
     def batches(self) -> Iterator[torch.Tensor]:
         """This rank's rows of each step as int64 tensors (rows,), from the current position on, by a new schedule."""
-        self._schedules.append(ShareSchedule(self.shares, self.position))
-        return self._slices(self._draw(self.epoch), self.position, self.steps_left, self.schedule)
+        schedule = ShareSchedule(self.shares, self.position)
+        self._schedules.append(schedule)
+        order, steps = self._draw(self.epoch), range(self.steps_left)
+        return (self._slice(order, self.position + step * self.global_batch, schedule) for step in steps)
 
-    def _slices(
-        self, order: torch.Tensor, position: int, steps: int, schedule: ShareSchedule
-    ) -> Iterator[torch.Tensor]:
-        for step in range(steps):
-            first = position + step * self.global_batch
-            start, stop = bounds(self.sizes_at(first, schedule=schedule))[self.rank]
-            if start == stop:
-                start, stop = 0, 1
-            yield order[first + start : first + stop]
+    def _slice(self, order: torch.Tensor, first: int, schedule: ShareSchedule) -> torch.Tensor:
+        start, stop = bounds(self.sizes_at(first, schedule=schedule))[self.rank]
+        return order[first + start : first + stop] if start < stop else order[first : first + 1]
 
     def _draw(self, epoch: int) -> torch.Tensor:
         if self.order is not None:
@@ -176,8 +253,7 @@ class UnevenBatchSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with other shares or ranks; RequestError if the order of rows differs."""
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
+        if missing := [key for key in _STATE_KEYS if key not in state]:
             raise RequestError(
                 f"The state of the loader has no {missing[0]!r}.", "Give what its state_dict() returned."
             )
@@ -212,3 +288,109 @@ def _check_length(length: int, fewest: int) -> None:
             f"With drop_last, {length} rows are no full batch of {fewest}.",
             "Give a smaller global batch, or drop_last=False.",
         )
+
+
+_KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
+
+
+class LengthSampler(UnevenBatchSampler):
+    """A batch of row numbers for each pass of one rank; `lengths` are the tokens of all rows of the data.
+
+    Global batches and their order are those without lengths, so a state can be loaded under other shares. cuDNN's
+    attention is turned off in this process: it makes a plan for each new shape, about 100 ms a pass on an H200, and
+    nearly every pass has one. RequestError for lengths that aren't the data's, and for a row that no rank can hold.
+    """
+
+    is_dealt = True
+
+    def __init__(
+        self, rows: int, shares: Sequence[int], rank: int, *, lengths: Any, dealer: Dealer, **options: Any
+    ) -> None:
+        super().__init__(rows, shares, rank, **options)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self._lengths = _whole_numbers(lengths)
+        self._dealer = dealer
+        tokens = self._lengths.tolist()
+        dealer.check(tokens, rows)
+        longest = sorted(tokens)[-self.global_batch :]
+        # else a loop without parts would train until the first batch comes that has passes
+        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(longest).in_passes
+        self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
+        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
+
+    def deal_at(self, first: int, epoch: int) -> Deal:
+        """The deal of the global batch that begins with the epoch's row `first`."""
+        found = self._deals.get((epoch, first))
+        if found is None:
+            rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
+            found = self._deals[epoch, first] = self._dealer.deal(self._lengths[rows].tolist())
+            for old in list(self._deals)[:-_KEPT]:
+                self._deals.pop(old, None)
+        return found
+
+    def sizes_at(self, first: int, epoch: int | None = None, schedule: Any = None) -> tuple[int, ...]:
+        """The rows of each rank in the batch that begins with row `first`; 0 for a rank that only keeps step."""
+        return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
+
+    def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
+        """The rows that count in each of this rank's passes of the batch that begins with row `first`."""
+        return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
+
+    def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
+        """The tokens of this rank's rows in the batch that begins with row `first`, without and with padding."""
+        deal = self.deal_at(first, epoch)
+        return deal.tokens[self.rank], deal.padded[self.rank]
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The rows of each pass, from the current epoch and position."""
+        return chain.from_iterable(self.steps())
+
+    def steps(self) -> Iterator[list[torch.Tensor]]:
+        """The rows of each batch, as a list of its passes, from the current epoch and position."""
+        return (self._passes(first, epoch) for epoch in (self.epoch,) for first in self._firsts())
+
+    def _firsts(self) -> range:
+        """The first rows of the batches that are left of this epoch."""
+        return range(self.position, self.length, self.global_batch)[: self.steps_left]
+
+    def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
+        rows = self._draw(epoch)[first : first + self.global_batch]
+        passes = self.deal_at(first, epoch).passes[self.rank]
+        if not passes:  # the shortest row, to keep step with
+            return [rows[self._lengths[rows].argmin()].reshape(1)]
+        return [rows[torch.tensor(places)] for places in passes]
+
+    def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any rank."""
+        return self._join(fetched, self.epoch, self._firsts())
+
+    def _join(self, fetched: Iterator[Any], epoch: int, firsts: range) -> Iterator[Any]:
+        for first in firsts:
+            rows = self.pass_sizes(first, epoch)
+            passes = list(islice(fetched, len(rows)))
+            yield DealtBatch(passes, rows) if self._in_passes else passes[0]
+
+    def digest(self, epoch: int) -> int:
+        """A digest of the lengths, and of the user's own order of an epoch if there is one."""
+        return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
+
+    def rows_of_odd_tail(self) -> object:
+        """An object equal to no other, as every batch weighs the ranks differently."""
+        return object()
+
+    def _draw(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            self._orders = {epoch: super()._draw(epoch), **dict(list(self._orders.items())[:1])}
+        return self._orders[epoch]
+
+
+def _whole_numbers(lengths: Any) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0, 0)
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise RequestError(
+            f"lengths={type(lengths).__name__} isn't a list of whole numbers.", "Give the tokens of each row, in order."
+        )
+    return found.to("cpu", torch.int64)

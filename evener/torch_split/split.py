@@ -10,12 +10,10 @@ The training loop stays as it was, with losses that are means over the batch. St
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -23,38 +21,36 @@ import torch
 
 from ..errors import RequestError
 from ..plan.file import Plan
-from ..shares.passes import count_passes, largest_pass, smallest_pass
-from ..training.dealing import make_dealer
+from ..shares.whole_rows import count_passes
 from ..training.loss_check import LossMeaning
-from .batch_weights import BatchWeights
-from .dealt_batch import DealtBatch
-from .gather import add_up, gather_rows
-from .length_sampler import check_dealt, make_sampler
-from .loader import Loader, check_options, count_rows, warn_of_short_batches
-from .loader_states import LoaderStates
-from .model_checks import (
-    check_exchange,
-    check_normalization,
-    check_sharded,
-    has_own_work,
-)
-from .model_digest import check_model
-from .parts import Part, make_parts, weigh_by_count
-from .process import choose_device, find_stand, join, leave_group, settle, visible_gpus
-from .rank_shares import find_rank_shares, open_plan_together, share_by_ratios, shares_to_evaluate
-from .rebalancing import Rebalancing
-from .retry import Passes, explain_at_exit
-from .row_order import Order, RowOrder
-from .sampler import UnevenBatchSampler
-from .split_check import check_part_loss, check_rows
-from .step_reporter import StepReporter
-from .steps import Steps
+from .batch import Part
+from .collectives import gather_rows
+from .loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
+from .planned import PlannedTraining, Steps, raise_no_shares
+from .ranks import find_shares, leave_group, shares_to_evaluate
+from .sampler import Order, RowOrder, UnevenBatchSampler
 from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
 Weigh = Literal["gradients", "loss"]
 Model = TypeVar("Model")
+
+
+def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
+    """RequestError where rows can't be dealt by length."""
+    if not training:
+        raise RequestError(
+            "Rows of a validation aren't dealt by length, as its batches have one pass on each rank.",
+            "Leave lengths out.",
+        )
+    if rebalancing is not None:
+        raise_no_shares()
+    if strategy is not None:
+        raise RequestError(
+            "Lightning takes as many passes on every rank and in every step, and rows dealt by length don't.",
+            "Leave lengths out, or write the loop with split.parts.",
+        )
 
 
 class Split:
@@ -64,8 +60,9 @@ class Split:
     split. `weigh="gradients"` changes nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the
     model's communication hook free. PlanError, RequestError or DeviceError before anything starts if the plan can't be
     applied here; with `strict`, also if it was measured on other devices or with another model, a warning else. With
-    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `journal`, `evener runs`
-    has the training's steps/s, changes of shares and restarts.
+    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `guard`, the loss of the
+    first batch is compared with those of its parts before its backward pass, RequestError where they don't add up. With
+    `journal`, `evener runs` has the training's steps/s, changes of shares and restarts.
     """
 
     device: torch.device
@@ -81,33 +78,25 @@ class Split:
         backend: str | None = None,
         rebalance: bool = False,
         journal: bool = False,
+        guard: bool = False,
     ) -> None:
         if weigh not in ("gradients", "loss"):
             raise RequestError(f"There is no weigh={weigh!r}.", "Say 'gradients' or 'loss'.")
-        stand, gpus = find_stand(), visible_gpus()
-        if plan is not None and ratios is not None:
-            raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-        self.plan = None if ratios is not None else open_plan_together(plan, stand)
-        options = {"weigh": weigh, "rebalance": rebalance}
-        if self.plan is None:
-            found, share = share_by_ratios(ratios, global_batch, stand, gpus, options), None
-        else:
-            found = find_rank_shares(self.plan, global_batch, stand, gpus, strict, options)
-            share = found.share
-        self.rank, self.world, self.weigh, self.strict = stand.rank, stand.world, weigh, strict
-        self.device = choose_device(share, stand, gpus)
-        settle(self.device, share)
-        if self.world > 1 and join(self.device, backend):
-            atexit.register(leave_group)
-        self._dealer = make_dealer(found.batches, found.micros, found.shares)
-        self._reporter = StepReporter(found, self.device, journal)
-        self._weights = BatchWeights(self.shares, self.rank, weigh == "loss", self._reporter.timer, self.micros)
-        self._passes = Passes(self.rank, self.device, self._reporter.note_retreat)
-        self._rebalancing = Rebalancing(self._reporter, self._weights) if rebalance and self.world > 1 else None
-        explain_at_exit()
+        found = find_shares(plan, ratios, global_batch, {"weigh": weigh, "rebalance": rebalance}, strict=strict)
+        self.plan, self.rank, self.world, self.device = found.plan, found.rank, found.world, found.device
+        self.weigh, self.strict = weigh, strict
+        self._planned = PlannedTraining(
+            found, weigh, strict=strict, journal=journal, rebalance=rebalance, backend=backend
+        )
+        self._weights = self._planned.weights
+        if guard and found.in_passes:
+            raise RequestError(
+                "A guard looks at whole batches, and the plan has passes.", "Use split.check(loader, ...)."
+            )
+        self._planned.guards = guard and self.world > 1
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
-        weakref.finalize(self, self._reporter.close)  # a split that is dropped reports no more
+        weakref.finalize(self, self._planned.reporter.close)  # a split that is dropped reports no more
 
     def __repr__(self) -> str:
         return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
@@ -115,12 +104,12 @@ class Split:
     @property
     def shares(self) -> tuple[int, ...]:
         """Rows of each rank in a full step: the plan's, or those that it was rebalanced to last."""
-        return self._reporter.shares.batches
+        return self._planned.shares.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
         """The most of them in one pass."""
-        return self._reporter.shares.micros
+        return self._planned.shares.micros
 
     @property
     def global_batch(self) -> int:
@@ -166,34 +155,42 @@ class Split:
         rows = count_rows(dataset)
         chosen = None if order is None else RowOrder(order, rows, seed)
         shares = self.shares if training else shares_to_evaluate(self.shares, self.micros)
-        common: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "order": chosen}
         if lengths is not None:
-            check_dealt(training, self._strategy, self._rebalancing)
-        dealing = None if lengths is None else (lengths, self._dealer)
-        sampler = make_sampler(rows, shares, self.rank, dealing, join_tail=not training, **common)
+            _check_dealt(training, self._strategy, self._planned.rebalancing)
+        sampler = self._planned.sampler(
+            rows,
+            lengths=lengths,
+            shares=shares,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            order=chosen,
+            join_tail=not training,
+        )
         if self.rank == 0:
             warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
         if training and self._strategy is not None:
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
-        on_host = training and (self._weights.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        steps = Steps(self._weights, self._reporter if training else None, self.device)
+        on_host = training and (self._planned.shares.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
+        steps = Steps(self._planned, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
-        if training and self._rebalancing is not None:
-            self._rebalancing.add(sampler, made.drawn_ahead)
-        return self._states.add(made) if training else made
+        if not training:
+            return made
+        self._planned.follow(sampler, made.drawn_ahead)
+        return self._states.add(made)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint needs of the split: each training loader's position after the current batch.
 
         It is the same on every rank, and fit for JSON.
         """
-        state = self._states.state_dict()
-        return state if self._rebalancing is None else {**state, **self._rebalancing.state_dict()}
+        state, rebalancing = self._states.state_dict(), self._planned.rebalancing
+        return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the training loaders, in the order in which they are made, go on at `state`; also under another plan."""
-        if self._rebalancing is not None and "planned" in state:
-            self._rebalancing.load_state_dict(state)
+        if self._planned.rebalancing is not None and "planned" in state:
+            self._planned.rebalancing.load_state_dict(state)
         self._states.load_state_dict(state)
 
     def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
@@ -203,7 +200,7 @@ class Split:
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
-        given = (self._weights, self._reporter, self._rebalancing, count, check)
+        given = (self._weights, self._planned, self._planned.rebalancing, count, check)
         self._strategy = kind(self, max(map(count_passes, self.shares, self.micros)), *given, **options)
         return self._strategy
 
@@ -213,20 +210,7 @@ class Split:
         Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
         model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
         """
-        module: Any = model
-        check_model(module, self.plan, self.strict)
-        passes = (largest_pass(self.shares, self.micros), smallest_pass(self.shares, self.micros))
-        check_normalization(module, self.weigh, self.world, *passes)
-        if self.world == 1:
-            moved: Model = module.to(self.device)
-            self._weights.follow(moved, self.device)
-            return moved
-        check_exchange(module)
-        self._reporter.timer.has_own_work = has_own_work(module, self._rebalancing is not None)
-        if check_sharded(module, self.weigh):
-            self._weights.follow(model, self.device)
-            return model
-        return cast("Model | Exchanged", self._weights.attach(model, self.device, options))
+        return cast("Model | Exchanged", self._planned.wrap(model, **options))
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
@@ -239,13 +223,7 @@ class Split:
         `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
         A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
         """
-        self._passes.check = partial(check_rows, compute, self._weights, self.device)
-        total: Any = 0.0
-        for part in self.parts(batch, count):
-            with part:
-                total = total + part.backward(compute(part))
-        self._passes.check = None
-        return total
+        return self._planned.step(batch, compute, count)
 
     def parts(
         self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
@@ -256,18 +234,7 @@ class Split:
         over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
         out of memory comes again in smaller ones. Every rank calls it for every batch.
         """
-        taken = self._weights.open_parts(batch)
-        sizes, rows = taken.sizes, taken.sizes[self.rank]
-        try:
-            most = max(1, rows) if taken.origin.dealt else self.micros[self.rank]
-            parts = make_parts(batch, rows, most, self._weights.scale_part)
-            if count is not None:
-                weigh_by_count(parts, count, sizes, self.rank, self._add_up)
-            several = self._weights.in_passes or isinstance(batch, DealtBatch)
-            found = self._weights.list_models(models, several)
-            yield from self._passes.take(parts, found, self._weights.list_exchanges())
-        finally:
-            self._weights.close_parts()
+        return self._planned.parts(batch, count, models)
 
     def check(
         self, loader: Loader, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
@@ -277,12 +244,7 @@ class Split:
         Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
         part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
         """
-        if self.world == 1 and not self._weights.in_passes:
-            return None
-        with self._weights.checking():
-            found = check_part_loss(loss, loader, count, self._weights.models, self.device)
-        self._passes.checked = found is not None
-        return found
+        return self._planned.check(loader, loss, count)
 
     def scale(self, loss: Any) -> Any:
         """The mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact; for `weigh="loss"`."""
@@ -300,7 +262,7 @@ class Split:
         self._weights.refuse_in_parts("loss")
         if not self._weights.sizes[self.rank]:
             total, count = total * 0, torch.as_tensor(count) * 0
-        counted = self._add_up(count)
+        counted = self._planned.add_up(count)
         return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -313,7 +275,7 @@ class Split:
         if self.world == 1:
             return rows
         by_loss = self.weigh == "loss" or self._strategy is not None
-        return gather_rows(rows, self._weights.sizes, self.rank, by_loss, self._reporter.timer)
+        return gather_rows(rows, self._weights.sizes, self.rank, by_loss, self._planned.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
@@ -331,21 +293,18 @@ class Split:
     def total(self, value: Any) -> Any:
         """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every rank calls it."""
         self._weights.refuse_in_parts("total")
-        figure = self._add_up(value)
+        figure = self._planned.add_up(value)
         return figure if figure.ndim else float(figure)
-
-    def _add_up(self, value: Any) -> torch.Tensor:
-        return add_up(value, self.device, self.world, self._reporter.timer)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Tell the monitor that a step on this rank's rows is done; the loader does so itself.
 
         `tokens` are those of the rows, without and with padding.
         """
-        self._reporter.report(self._weights.sizes[self.rank] if rows is None else rows, tokens)
+        self._planned.report(rows, tokens)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
-        self._reporter.close()
+        self._planned.reporter.close()
         if self.world > 1:
             leave_group()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from types import TracebackType
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"  # the file that was launched, where PLAN is one for the devices that are left
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
 RESTART = "EVENER_RESTART"  # why the launcher has started it again
+PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
 
 ONE_PROCESS = "EVENER_ONE_PROCESS"  # set where one process trains on all devices, and there may be one for each
 WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
@@ -78,3 +81,27 @@ def resolve(
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []
+
+
+_FAILED = re.compile(r"CUDA (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED")
+_OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
+
+
+def abort_on_device_error() -> None:
+    """Abort on a device's error from now on, in a process of evener launch."""
+    if launched_device():
+        sys.excepthook = _end_process
+
+
+def is_device_error(error: BaseException) -> bool:
+    """True if the device, and not the script, is the likely cause of an error."""
+    text = str(error)
+    return bool(_FAILED.search(text)) and not _OF_THE_SCRIPT.search(text)
+
+
+def _end_process(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    if is_device_error(error):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.abort()

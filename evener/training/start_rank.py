@@ -27,7 +27,8 @@ def main() -> None:
     if own["cores"]:
         os.sched_setaffinity(0, own["cores"])
     variables = {**own["variables"], **_count_starts(own["folder"])}
-    os.execve(sys.executable, [sys.executable, "-u", *sys.argv[1:]], {**os.environ, **variables})
+    start = [own["executable"]] if own.get("executable") else [sys.executable, "-u"]
+    os.execve(start[0], [*start, *sys.argv[1:]], {**os.environ, **variables})
 
 
 def _count_starts(folder: str) -> dict[str, str]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
-from ..shares.passes import count_passes
-from ..shares.whole_rows import gradient_weight
-from . import model_checks
-from .batch_tracker import BatchTracker, Epoch, TakenBatch
+from ..shares.whole_rows import count_passes, gradient_weight
+from . import wrapped as model_checks
+from .batch import BatchTracker, Epoch, TakenBatch
+from .collectives import average
 from .exchange import Exchange, exchanged_parameters
-from .gather import average
-from .optimizer_check import OPTIMIZER_CHECK, check_weighted
 from .own_work import StepTimer
+from .ranks import RankShares
 from .wrapped import take_over, watch, wrap_module
 
 
@@ -25,39 +26,36 @@ class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
     """A loss that is checked asks the split for what makes it the whole batch's."""
 
 
-class BatchWeights:
-    """The rows and weight of one rank in the current batch; with `by_loss`, `scale` applies the weight, not a hook.
+Weigh = Literal["gradients", "loss", "trainer"]
 
-    `timer` is marked when a step's last gradient is there.
+
+class BatchWeights:
+    """The rows and weight of one rank in the current batch, by the `shares` in force.
+
+    `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's adapter. `timer` is
+    marked when a step's last gradient is there.
     """
 
-    def __init__(
-        self, shares: Sequence[int], rank: int, by_loss: bool, timer: StepTimer, micros: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, shares: RankShares, weigh: Weigh, timer: StepTimer) -> None:
+        self.shares, self.weigh = shares, weigh
         self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
-        self._micros = tuple(micros) or tuple(shares)
         self._checking = False
         self._open: TakenBatch | None = None  # the batch whose parts are computed
-        self._waiting: TakenBatch | None = None  # of a forward pass whose gradients aren't summed yet
-        self._refusal: RequestError | None = None  # of the next backward pass
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
-        self._shares = tuple(shares)
         self.weighed_by_trainer = False  # gradients, by Lightning's strategy
         self.in_pass = False  # of that strategy's, where shares take several
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
-        self._rank = rank
-        self._by_loss = by_loss
+        self._rank, self._by_loss = shares.rank, weigh != "gradients"
         self.timer = timer
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
-        self._reference = weakref.ref(self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The rows of all ranks in the current batch; after an epoch, in its last; before the first, in a full one."""
         batch = self.batches.current or self.batches.last
-        return self._shares if batch is None else batch.sizes
+        return self.shares.batches if batch is None else batch.sizes
 
     @property
     def weight(self) -> float:
@@ -67,71 +65,87 @@ class BatchWeights:
     def attach(self, model: Any, device: torch.device, options: dict[str, Any]) -> Any:
         """The model with an exchange, which weighs its gradients; where losses are weighted, it takes their mean.
 
-        A model in DistributedDataParallel stays itself, and keeps its own where losses are weighted beside a hook.
+        A model in DistributedDataParallel stays itself. RequestError if its own sums can't be replaced, unless losses
+        are weighted.
         """
         found = model_checks.find_wrapper(model)
         if found is None:
             model = found = wrap_module(model, device, dict(options))
-        elif getattr(found, "exchange", None) is None and not (self._by_loss and found._comm_hooks):
-            take_over(found)
-        model_checks.watch_frozen(model)
-        exchange = getattr(found, "exchange", None)
-        if self._by_loss:
+        elif getattr(found, "exchange", None) is None:
+            take_over(found, self._by_loss)
+        if self.weigh == "loss":
             model_checks.check_first_gradient(model, self._check_scaled)
-        if exchange is not None:
-            exchange.begun, exchange.ready, exchange.done = self._begin_backward, self._note_ready, self._note_sum
-            exchange.weigh(1.0 / len(self._shares) if self._by_loss else self.weight)
-            self._exchanges.add(exchange)
+        self._listen(model, getattr(found, "exchange", None))
         self.follow(model, device)
         return model
+
+    def take_on(self, model: Any) -> list[Exchange]:
+        """Sum the gradients of a trainer's model from now on: its exchange, or none where another library sums them."""
+        if self.shares.world == 1:
+            return [self._exchange_alone(model)]
+        wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(wrapper, DistributedDataParallel):
+            return []
+        exchange = take_over(wrapper, by_loss=True)
+        self._listen(model, exchange)
+        watch(model, None, lambda *_: None)
+        return [] if exchange is None else [exchange]
+
+    def _listen(self, model: Any, exchange: Exchange | None) -> None:
+        """Weigh what the exchange sums, and mark when it does."""
+        if exchange is None:
+            self.timer.has_own_work = False  # nothing says when its gradients are ready
+            return
+        model_checks.watch_frozen(model)
+        exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
+        exchange.ready, exchange.done = self._note_ready, self._note_sum
+        if self._by_loss:
+            exchange.weigh(1.0 / self.shares.world)
+        self._exchanges.add(exchange)
+
+    def _exchange_alone(self, model: Any) -> Exchange:
+        if model not in self._alone:
+            self._alone[model] = Exchange(model, alone=True)
+        return self._alone[model]
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""
         self.models.add(model)
         watch(model, device, self.forward)
 
-    def _begin_backward(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
+    def _begin_backward(self, exchange: Exchange, batch: TakenBatch | RequestError | None, before: Any) -> None:
+        """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""
+        if isinstance(batch, RequestError):
+            raise batch
+        if batch is None or self._by_loss:
+            return
+        if before is not batch and before is not None and not before.mixes_with(batch):
+            raise RequestError(
+                "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
+                "Call backward() for each batch by itself, or use drop_last=True in each split.loader, and no"
+                " rebalance=True.",
+            )
+        exchange.weigh(gradient_weight(batch.sizes, self._rank))
 
     def _note_ready(self) -> None:
         if self.timer.has_own_work:
             self.timer.note_gradients()
 
     def _note_sum(self) -> None:
-        self._waiting = None
         if self.timer.has_own_work:
             self.timer.note_backward()
 
-    def _weigh(self, sizes: Sequence[int]) -> None:
-        """Weigh the gradients of a batch in which each rank has these rows; a rank may have none."""
-        if not self._by_loss:
-            for exchange in self._exchanges:
-                exchange.weigh(gradient_weight(sizes, self._rank))
-
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Take a batch that a loader yields."""
-        if len(sizes) > 1 and not self.weighed_by_trainer:
-            OPTIMIZER_CHECK.trainer = self._reference
         self.batches.take(origin, sizes, data)
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch of which the ranks have these rows."""
         self.batches.begin(sizes)
-        self._waiting = None
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over."""
         self.batches.end(origin)
-
-    def change(self, shares: tuple[int, ...], micros: tuple[int, ...]) -> None:
-        """Full batches will have these shares, in passes of up to `micros` rows."""
-        self._shares, self._micros = shares, micros
-
-    @property
-    def in_passes(self) -> bool:
-        """True if a rank needs more than one pass for its share."""
-        return self._micros != self._shares
 
     def open_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of this batch."""
@@ -151,7 +165,7 @@ class BatchWeights:
     def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
         """The models that exchange gradients: those given, else all that are wrapped."""
         models = list(self.models if given is None else given)
-        if len(self._shares) == 1 or not in_passes:
+        if self.shares.world == 1 or not in_passes:
             return models
         if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
             raise RequestError(
@@ -170,19 +184,16 @@ class BatchWeights:
 
     def list_exchanges(self) -> list[Exchange]:
         """The exchanges of the wrapped models; made on first use if only one device trains."""
-        if len(self._shares) > 1:
+        if self.shares.world > 1:
             return list(self._exchanges)
-        for model in self.models:
-            if model not in self._alone:
-                self._alone[model] = Exchange(model, alone=True)
-        return list(self._alone.values())
+        return list(map(self._exchange_alone, self.models))
 
     def _has_equal_passes(self) -> bool:
         """True if all ranks take equally many passes for the batch whose parts are computed."""
         batch = self._open
         if batch is None or batch.origin.dealt:
             return False
-        return len({max(1, count_passes(*each)) for each in zip(batch.sizes, self._micros, strict=True)}) == 1
+        return len({max(1, count_passes(*each)) for each in zip(batch.sizes, self.shares.micros, strict=True)}) == 1
 
     def close_parts(self) -> None:
         """All passes of a batch are computed."""
@@ -212,32 +223,27 @@ class BatchWeights:
         finally:
             self._checking = False
 
-    def forward(self, model: Any, inputs: Any) -> None:
-        """A wrapped model computes: its gradients count by the sizes of the batch that `inputs` are of."""
+    def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
+        """The batch that a wrapped model computes now, whose sizes its gradients count by; or why none can be."""
         if self._checking:
-            return
+            return None
         if not torch.is_grad_enabled():
             self.batches.skip()
-            return
+            return None
         if self._open is None and model.training:
             self.computes_at_once = True
-            if self.in_passes:
+            if self.shares.in_passes:
                 raise self._parts_missing()
-        if len(self._shares) == 1:
-            return
+        if self.shares.world == 1:
+            return None
         model_checks.check_not_inside_ddp()
-        self._refusal = None
         try:
-            batch = self._open or self._identify(inputs, model.training)
+            return self._open or self._identify(inputs, model.training)
         except RequestError as error:
             if model.training:
                 raise
             # a model that only predicts has no backward pass to be refused; a traceback would keep the model alive
-            self._refusal = error.with_traceback(None)
-            return
-        if model.training and batch.origin.training and getattr(model, "require_backward_grad_sync", True):
-            self._waiting = batch
-        self._weigh(batch.sizes)
+            return error.with_traceback(None)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
         batch = self.batches.find(inputs, training)
@@ -246,13 +252,6 @@ class BatchWeights:
                 "The model computes gradients, but no batch of split.loader is in hand to weigh them by.",
                 "Take batches from split.loader(...), or say split.begin(rows of each rank) before.",
             )
-        waiting = self._waiting
-        if waiting is not None and waiting is not batch and not waiting.mixes_with(batch):
-            raise RequestError(
-                "One backward pass mixes two batches that weigh differently, in this step or at the end of an epoch.",
-                "Call backward() for each batch by itself, or use drop_last=True in each split.loader, and no"
-                " rebalance=True.",
-            )
         return batch
 
     def scale(self, loss: Any) -> Any:
@@ -260,12 +259,9 @@ class BatchWeights:
         batch = self.batches.current
         if batch is not None and not batch.used:
             self.batches.find((), training=True)  # refuses if several are in use
-        self._waiting = None
-        scaled = loss * (len(self._shares) * self.weight)
+        scaled = loss * (self.shares.world * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
-            if not self._exchanges:  # as beside a communication hook of the user's
-                self.timer.end_pass(scaled)
         return scaled
 
     def average(self, loss: Any, device: Any) -> Any:
@@ -279,15 +275,16 @@ class BatchWeights:
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
         if not self._by_loss:
-            check_weighted(parameters, exchanged_parameters())
+            _check_weighted(parameters, exchanged_parameters())
         elif self._scaled_pass is None:
             raise _scale_forgotten()
 
     def _parts_missing(self) -> RequestError:
-        passes = list(map(count_passes, self._shares, self._micros))
+        rows = self.shares.batches
+        passes = list(map(count_passes, rows, self.shares.micros))
         rank = passes.index(max(passes))
         return RequestError(
-            f"The plan has rank {rank} compute its {self._shares[rank]} rows in {passes[rank]} passes, but this loop"
+            f"The plan has rank {rank} compute its {rows[rank]} rows in {passes[rank]} passes, but this loop"
             " computes a batch at once.",
             "Write for part in split.parts(batch): and part.backward(loss), or make a plan with evener balance --micro"
             " off.",
@@ -299,6 +296,29 @@ class BatchWeights:
     def _check_scaled(self) -> None:
         if self._scaled_pass != torch._C._current_graph_task_id():
             raise _scale_forgotten()
+
+
+def _check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
+    """RequestError unless gradients of all parameters are weighted and were exchanged, as `exchanged` says by id."""
+    missing = sum(id(each) not in exchanged for each in trained)
+    if missing == len(trained):
+        raise RequestError(
+            "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
+            "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
+            " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
+            " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
+        )
+    if missing:
+        raise RequestError(
+            f"Of {len(trained)} parameters that the optimizer trains, {missing} weren't in the model when split.wrap"
+            " was called, so their gradients aren't exchanged.",
+            "Add and unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+        )
+    if not all(exchanged[id(each)] for each in trained):
+        raise RequestError(
+            "The gradients were never exchanged with the other ranks.",
+            "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
+        )
 
 
 def _scale_forgotten() -> RequestError:

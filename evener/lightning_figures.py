@@ -1,0 +1,140 @@
+"""The figures that a LightningModule logs in the passes of a batch, and in pieces of a pass that ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from .torch_split.batch import Part
+from .torch_split.loss_measure import keep_attributes
+from .torch_split.own_work import StepTimer
+
+_JOINED = {"mean": torch.add, "avg": torch.add, "sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+Sums = tuple[torch.Tensor, ...]  # a figure times its weight, and the weight; of a figure that is no mean itself alone
+
+
+class PassFigures:
+    """The figures of a batch, over its passes so far; ranks meet for each of them once in a pass, with its last piece.
+
+    `reduce` is the strategy's own, over the ranks.
+    """
+
+    def __init__(self, module: Any, device: torch.device, reduce: Callable[..., Any], timer: StepTimer) -> None:
+        self._module, self._device, self._reduce, self._timer = module, device, reduce, timer
+        self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        self._part: Part | None = None  # whose forward pass runs
+        self._calls = 0  # for figures of all ranks, in this forward pass
+        self._left = 0  # rows of the pass that aren't computed yet
+        self._earlier: dict[Any, Sums] = {}  # of passes before, by the call's number or the figure's name
+        self._pieces: dict[Any, Sums] = {}  # of pieces of the pass before this one
+        self._met: dict[Any, Sums] = {}  # of the whole pass
+
+    @property
+    def _logged(self) -> Any:
+        return self._module.trainer._results
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._left, self._earlier, self._pieces, self._met = 0, {}, {}, {}
+
+    def end(self, part: Part) -> None:
+        """The backward pass of the part has ended."""
+        self._left -= part.rows
+        if self._left <= 0:
+            self._earlier |= self._met
+            self._pieces, self._met = {}, {}
+
+    def keep(self) -> Callable[[], None]:
+        """Note what the module has and logs; the function that puts it back, but for what ranks have met for."""
+        attributes = keep_attributes(self._module, *self._metrics, apart=(self._module._buffers,))
+        logged, pieces = self._keep_logged(), dict(self._pieces)
+
+        def put_back() -> None:
+            attributes()
+            logged()
+            self._pieces = pieces
+
+        return put_back
+
+    def _keep_logged(self) -> Callable[[], None]:
+        before = {name: dict(vars(figure)) for name, figure in self._logged.items()}
+
+        def put_back() -> None:
+            for name, figure in self._logged.items():  # also a new one stays known to ranks that meet for it
+                for state, default in figure._defaults.items():
+                    setattr(figure, state, before[name][state] if name in before else default.clone())
+
+        return put_back
+
+    @contextmanager
+    def counting(self, part: Part, rows: Any) -> Iterator[None]:
+        """The context of a part's forward pass, whose figures count by `rows`; not at all where it has no weight."""
+        module, logged = self._module, self._logged
+        before = module._current_fx_name, logged.batch_size
+        module._current_fx_name, logged.batch_size = "training_step", rows
+        self._part, self._calls = part, 0
+        self._left = self._left if self._left > 0 else part.planned
+        steps = {name: figure._forward_cache for name, figure in logged.items()}
+        put_back = () if part.weight else (keep_attributes(*self._metrics), self._keep_logged())
+        try:
+            yield
+            for each in put_back:
+                each()
+            if part.weight:
+                self._average_steps(steps)
+        finally:
+            self._part, (module._current_fx_name, logged.batch_size) = None, before
+
+    def _average_steps(self, before: dict[str, Any]) -> None:
+        """Let what was logged of a step on this rank alone be the mean over the passes so far, as over ranks."""
+        for name, figure in self._logged.items():
+            meta, own = figure.meta, figure._forward_cache
+            alone = figure.is_tensor and meta.on_step and meta.is_mean_reduction and not meta.sync.should
+            if alone and own is not before.get(name):
+                figure._forward_cache = self._join(name, "mean", self._weigh(own), lambda each: each).to(own.dtype)
+
+    def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
+        """The figure of all ranks; in a pass, a mean is that of the global batch over the passes so far.
+
+        A mean of whole numbers isn't cut off: Lightning divides by the mean number of rows.
+        """
+        whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
+        figure = tensor.double() if whole else tensor
+        if self._part is None or op not in _JOINED:
+            with self._timer.meeting():
+                return self._reduce(figure, group, op)
+        figure = torch.as_tensor(figure, device=self._device)
+        mean = op in ("mean", "avg")
+        key, self._calls = self._calls, self._calls + 1
+        own = self._weigh(figure) if mean else (figure.clone(),)
+        return self._join(key, op, own, lambda each: self._reduce(each, group, "sum" if mean else op)).to(figure.dtype)
+
+    def _weigh(self, figure: torch.Tensor) -> Sums:
+        assert self._part is not None
+        weight = torch.as_tensor(self._part.weight, dtype=torch.float64, device=figure.device).clone()
+        return (figure * weight if weight else torch.zeros_like(figure)), weight
+
+    def _join(self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The figure with those of pieces and passes before; what ranks have met for already stays."""
+        assert self._part is not None
+        if key not in self._met:
+            own = _add(op, self._pieces.get(key), own)
+            if self._part.rows < self._left:
+                self._pieces[key] = own
+                return _figure(_add(op, self._earlier.get(key), own))
+            with self._timer.meeting():
+                own = tuple(map(meet, own))
+            self._met[key] = _add(op, self._earlier.get(key), own)
+        return _figure(self._met[key])
+
+
+def _add(op: str, before: Sums | None, own: Sums) -> Sums:
+    return own if before is None else tuple(_JOINED[op](*pair) for pair in zip(before, own, strict=True))
+
+
+def _figure(sums: Sums) -> torch.Tensor:
+    return sums[0] if len(sums) == 1 else sums[0] / sums[1]

@@ -1,0 +1,400 @@
+"""A rank's batch: its structure, its parts as passes compute them, and which one a forward pass computes.
+
+A loop may take its next batch early, or draw from two loaders: a forward pass computes the batch whose tensors, or
+views of them, it gets. If it gets others, and the batches in use weigh differently, it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from numbers import Number
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import RequestError
+from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
+
+
+class DealtBatch:
+    """The passes of a rank, each collated by itself, with the rows of each that count.
+
+    Every other use of it is refused in a sentence, as it is in a loop that computes a batch at once.
+    """
+
+    def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
+        self.passes = passes
+        self.rows = rows
+
+    def map(self, function: Callable[[Any], Any]) -> DealtBatch:
+        """The batch with `function` applied to the data of each pass."""
+        return DealtBatch(list(map(function, self.passes)), self.rows)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RequestError(
+            "The rows of this batch are dealt by their lengths, in several passes on a rank, but this loop computes a"
+            " batch at once.",
+            "Write for part in split.parts(batch): and part.backward(loss).",
+        )
+
+    __iter__ = __getitem__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+
+def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
+    """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as it is."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    return each_item(lambda item: each_tensor(function, item), data)
+
+
+def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
+    """Rows `start` to `stop` of a batch of `rows`, in its own structure; numbers and tensors without rows stay.
+
+    Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for anything else.
+    """
+    if getattr(data, "shape", None) is not None:
+        return _cut_tensor(data, start, stop, rows)
+    if isinstance(data, (list, tuple)) and len(data) == rows and not any(map(_has_parts, data)):
+        return data[start:stop]
+    cut = each_item(lambda item: cut_rows(item, start, stop, rows), data)
+    if cut is data and not isinstance(data, (str, Number, type(None))):
+        raise RequestError(
+            f"A {type(data).__name__} in the batch can't be cut into passes.",
+            "Give tensors, or dicts, tuples and lists of them, each with a row for each sample.",
+        )
+    return cut
+
+
+def _cut_tensor(tensor: Any, start: int, stop: int, rows: int) -> Any:
+    if not tensor.shape:
+        return tensor
+    if len(tensor) != rows:
+        raise RequestError(
+            f"A tensor of shape {tuple(tensor.shape)} can't be cut into passes: the batch has {rows} rows.",
+            "Let collate_fn give tensors whose first dimension is the rows.",
+        )
+    return tensor[start:stop]
+
+
+def each_item(function: Callable[[Any], Any], data: Any) -> Any:
+    """The tuple, list, mapping or DealtBatch with `function` of its items; anything else is returned itself."""
+    if isinstance(data, DealtBatch):
+        return data.map(function)
+    if isinstance(data, MutableMapping):
+        same = copy.copy(data)
+        same.update({key: function(item) for key, item in data.items()})
+        return same
+    if isinstance(data, tuple) and not hasattr(data, "pin_memory"):  # a PackedSequence knows better
+        items = [function(item) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
+    if isinstance(data, list):
+        return [function(item) for item in data]
+    return data
+
+
+def _has_parts(item: Any) -> bool:
+    return hasattr(item, "shape") or isinstance(item, (list, tuple, MutableMapping))
+
+
+class Part:
+    """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
+
+    `weight` is what its loss counts in this rank's mean. As a context, it takes out-of-memory of the block for a reason
+    to come again in smaller parts.
+    """
+
+    def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
+        self.batch = batch
+        self.rows = rows
+        self.weight = weight
+        self.computed = False  # backward was called
+        self.count: Callable[[Part], Any] | None = None  # of what the loss is a mean over, where that isn't rows
+        self.origin: Part | None = None  # that failed, of which it is a piece
+        self.planned = rows  # of the whole pass
+        self.passes: Any = None  # the Passes that yielded this part
+        self.error = ""  # that the block ended with
+        self._scale = scale
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or self.passes is None:
+            return False
+        self.error = self.passes.catch(error)
+        return bool(self.error)
+
+    def backward(self, loss: Any) -> Any:
+        """The backward pass of the mean loss over these rows (or over what `count` counted), weighted among the passes.
+
+        Returns the weighted loss, detached: their sum over the parts is this rank's mean loss, for `split.mean`. With a
+        GradScaler, give what `scaler.scale(loss)` returns. Several losses of one pass may be given in turn.
+        """
+        self.computed = True
+        if self.passes is not None:
+            self.passes.open()
+        plain = not isinstance(self.weight, torch.Tensor)
+        weight = self.weight if plain else self.weight.to(loss.dtype)
+        self._scale(loss * weight).backward()
+        if self.passes is not None:
+            self.passes.close()
+        if plain:
+            return loss.detach() * weight
+        return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
+
+    def check_computed(self) -> None:
+        """RequestError if its rows would be missing from the gradient."""
+        if torch.is_grad_enabled() and not self.computed:
+            raise RequestError(
+                "A pass ended without part.backward(loss), so its rows would be missing from the gradient.",
+                "Call part.backward(loss) in place of loss.backward(), in every pass.",
+            )
+
+    def cut(self, most: int, least: int = 1) -> list[Part]:
+        """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
+        pieces = []
+        for start, stop in bounds(even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))):
+            rows = stop - start
+            piece = Part(
+                cut_rows(self.batch, start, stop, self.rows), rows, self.weight * rows / self.rows, self._scale
+            )
+            piece.count, piece.origin, piece.planned = self.count, self.origin, self.planned
+            pieces.append(piece)
+        if self.count is not None:
+            counted = torch.stack([_count(self.count, piece) for piece in pieces])
+            parts = counted / counted.sum().clamp(min=1e-300)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.weight = self.weight * part.to(self.weight.device)
+        return pieces
+
+
+def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -> list[Part]:
+    """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as they were dealt.
+
+    RequestError for a batch that can't be cut.
+    """
+    if isinstance(batch, DealtBatch):
+        pairs = zip(batch.passes, batch.rows, strict=True)
+        return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in pairs]
+    passes = split_passes(rows, micro)
+    if len(passes) <= 1:
+        return [Part(batch, rows, 1.0, scale)]
+    return [
+        Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
+        for start, stop in bounds(passes)
+    ]
+
+
+def weigh_by_count(
+    parts: Sequence[Part],
+    count: Callable[[Part], Any],
+    sizes: Sequence[int],
+    rank: int,
+    add_up: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it.
+
+    `add_up` sums over the ranks.
+    """
+    own = torch.stack([_count(count, part) for part in parts]) * min(1, sizes[rank])
+    total = add_up(own.sum())
+    weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
+    for part, weight in zip(parts, weights, strict=True):
+        part.weight, part.count = weight, count
+
+
+def _count(count: Callable[[Part], Any], part: Part) -> torch.Tensor:
+    counted: torch.Tensor = torch.as_tensor(count(part)).detach().to(torch.float64)
+    return counted
+
+
+class Epoch:
+    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead.
+
+    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes.
+    """
+
+    __slots__ = ("batches", "dealt", "open", "tail", "training", "unfinished")
+
+    def __init__(self, training: bool = True, tail: object = None, dealt: bool = False) -> None:
+        self.training = training
+        self.tail = tail
+        self.dealt = dealt
+        self.open = True
+        self.unfinished = False  # it ended before its newest batch was computed
+        self.batches: list[TakenBatch] = []  # the newest, and older ones that may still be in use
+
+    def may_be_computed(self) -> bool:
+        """True if a loop may still use the epoch's newest batch."""
+        return self.open or self.unfinished or self.batches[-1].is_alive()
+
+
+class TakenBatch:
+    """A batch that a loader yielded: the rows of each rank, and weak references to its tensors."""
+
+    __slots__ = ("origin", "sizes", "tensors", "used")
+
+    def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
+        self.origin = origin
+        self.sizes = sizes
+        self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
+        self.used = False  # a wrapped model has computed it
+
+    def is_alive(self) -> bool:
+        """True if the loop still holds one of the batch's tensors."""
+        return any(tensor() is not None for tensor in self.tensors)
+
+    def holds(self, addresses: set[int]) -> bool:
+        """True if one of the batch's tensors lies at one of the addresses."""
+        return any((tensor := each()) is not None and _address(tensor) in addresses for each in self.tensors)
+
+    def weighs_as(self, other: TakenBatch) -> bool:
+        """True if every rank has the same part of both batches."""
+        total, others = sum(self.sizes), sum(other.sizes)
+        return self.sizes == other.sizes or all(
+            mine * others == its * total for mine, its in zip(self.sizes, other.sizes, strict=True)
+        )
+
+    def mixes_with(self, other: TakenBatch) -> bool:
+        """True if both batches can be in one backward pass: they weigh the same, now and at the end of their epochs."""
+        return self.weighs_as(other) and (self.origin is other.origin or self.origin.tail == other.origin.tail)
+
+
+class BatchTracker:
+    """The batches that loaders have yielded and loops may still use."""
+
+    def __init__(self) -> None:
+        self.current: TakenBatch | None = None  # None after an epoch
+        self.last: TakenBatch | None = None  # the current one, or the one with which the last epoch ended
+        self._epochs: list[Epoch] = []  # the one that gave a batch last comes last
+        self._manual = Epoch()
+        self._only: TakenBatch | None = None  # the current one, if no other is possible
+
+    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
+        """Take the next batch of a loader."""
+        if not (self._epochs and self._epochs[-1] is origin):
+            self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [origin]
+        batches = origin.batches
+        before = batches[-1] if batches else None
+        if before is not None and before.used:
+            del batches[:-1]
+        while len(batches) > 2 and not batches[0].is_alive():
+            del batches[0]
+        self.current = self.last = taken = TakenBatch(origin, sizes, data)
+        batches.append(taken)
+        alone = len(self._epochs) == 1 and (before is None or (before.used and before.sizes == sizes))
+        self._only = taken if alone else None
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin a batch of no loader's, which forward passes compute until a loader yields its next one."""
+        self._manual.batches.clear()
+        self.take(self._manual, tuple(sizes), ())
+
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over or left. A batch of it may be in use still: the only one taken, or a list of them."""
+        self._only = None
+        origin.open = False
+        origin.unfinished = not (origin.batches and origin.batches[-1].used)
+        used = [each for each in self._epochs if each.training and (each is origin or each.batches[-1].is_alive())]
+        self._epochs = [each for each in self._epochs if each.open or each in used]
+        if self.current is not None and self.current.origin is origin:
+            left = [each.batches[-1] for each in self._epochs if each.open]
+            self.current = left[-1] if left else None
+            self.last = self.current or self.last
+
+    def is_training(self) -> bool:
+        """True if a loop may still use a batch of a training loader."""
+        return any(each.training and each.may_be_computed() for each in self._epochs)
+
+    def skip(self) -> None:
+        """The newest batch is computed without gradients."""
+        if self.current is not None:
+            self.current.used = True
+
+    def find(self, inputs: Any, training: bool) -> TakenBatch | None:
+        """The batch that a model's inputs are of; `training`: the model is in training mode.
+
+        None if no loader has handed one out; RequestError if it could be one of several that weigh differently.
+        """
+        found = self._only
+        if found is None:
+            epochs = self._candidates(training)
+            if not epochs:
+                return None
+            found = None if _weigh_the_same(epochs) else self._match(inputs, epochs)
+            if found is None:
+                for each in epochs:
+                    each.batches[-1].used = True
+                found = epochs[-1].batches[-1]
+        found.used = True
+        self.current = self.last = found
+        return found
+
+    def _candidates(self, training: bool) -> list[Epoch]:
+        """Open epochs of training; a validation's where the model validates; else the epoch that ended last."""
+        epochs = [each for each in self._epochs if each.may_be_computed()]
+        if not epochs or epochs[-1] is self._manual or not (training or epochs[-1].training):
+            return epochs[-1:]
+        for wanted in (True, False):
+            found = [each for each in epochs if each.open is wanted and each.training]
+            if found:
+                return found
+        return epochs[-1:]
+
+    def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
+        """The batch whose tensors are among the inputs, or None if only each epoch's newest comes into question."""
+        addresses = {_address(tensor) for tensor in tensors_in(inputs)} - {0}
+        matched = [batch for each in self._epochs for batch in each.batches if batch.holds(addresses)]
+        if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
+            return matched[-1]
+        possible = matched or [batch for each in epochs for batch in _possible(each)]
+        if all(batch.mixes_with(possible[-1]) for batch in possible) and (
+            len(possible) == len(epochs) or possible[-1].origin.tail is None
+        ):
+            return None
+        raise RequestError(
+            f"It isn't clear which of {len(possible)} fetched batches this forward pass computes, and batches weigh"
+            " differently at the end of an epoch.",
+            "Take the next batch after backward(), give the model the loader's own tensors, or use drop_last=True in"
+            " each split.loader, and no rebalance=True.",
+        )
+
+
+def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
+    """True if it makes no difference, now or later in the epoch, which of these epochs' batches is computed."""
+    newest = epochs[-1].batches[-1]
+    if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
+        return False
+    return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
+
+
+def _possible(origin: Epoch) -> list[TakenBatch]:
+    """The newest batch, and those before that no model has computed: taken early, unless the loop skipped them."""
+    waiting = [batch for batch in origin.batches[:-1] if not batch.used]
+    return [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + origin.batches[-1:]
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and mappings, and in the passes of a DealtBatch."""
+    if isinstance(data, torch.Tensor):
+        return [data]
+    if isinstance(data, tuple | list):
+        return [tensor for item in data for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))]
+    if isinstance(data, DealtBatch):
+        return tensors_in(data.passes)
+    return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; the id of a tensor without one (a sparse one)."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)

@@ -1,0 +1,237 @@
+"""A guard before shares leave even: the program's own loss of a batch, beside the losses of unequal parts of it.
+
+What the program computes from a batch to its loss is written down, function by function, and computed again for parts
+of the rows: nothing of the program's own code runs twice, and nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from ..errors import RequestError
+from .batch import cut_rows, tensors_in
+from .checks import CheckBatch, LossCheck
+from .loss_measure import LossMeasure, RandomState, kept_state
+
+_SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
+_READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
+_AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
+SINGLE = "each rank has a single row at a time, which can't be divided to compare losses"
+HALF_AGAIN = 3e-2
+
+
+class RowNumber(int):
+    """A number that the program asked a tensor for: as many rows as the batch has, times `each`."""
+
+    each = 1
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        if not isinstance(other, int):
+            return product
+        made = RowNumber(product)
+        made.each = self.each * int(other)
+        return made
+
+    __rmul__ = __mul__
+
+
+class WrittenCall(msgspec.Struct, frozen=True, eq=False):
+    """A function that was called with tensors, what it returned, and whether under autocast."""
+
+    function: Callable[..., Any]
+    arguments: Any
+    keywords: Any
+    result: Any
+    autocast: tuple[str, Any] | None
+
+
+class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
+    """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares would change it.
+
+    The fault is empty where the loss is a mean over rows. `judged` is called with it then, before the backward pass.
+    """
+
+    def __init__(self, models: Iterable[Any], batch: Any, judged: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__()
+        self.fault, self.done, self._judged = "no backward pass was seen in its first step", False, judged
+        self._models = [each for each in models if each.training]
+        self._batch = [each for each in tensors_in(batch) if each.ndim]
+        self._rows = len(self._batch[0]) if self._batch else 0
+        self._tape: list[WrittenCall] = []
+        self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
+        self._from_model: set[int] = set()  # tensors that a model's output led to
+        self._reads = self._inside = False
+        self._random = RandomState()
+        self._handles = [
+            handle
+            for each in self._models
+            for handle in (
+                each.register_forward_pre_hook(self._enter, with_kwargs=True),
+                each.register_forward_hook(self._leave, with_kwargs=True),
+            )
+        ]
+        self.__enter__()
+
+    def close(self) -> None:
+        """Write down no more."""
+        self.done = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._tape, self._batch = [], [], []
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    # ------------------------------------------------------------------ writing down
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        given = keywords or {}
+        if self.done or self._inside:
+            return function(*arguments, **given)
+        if function is torch.Tensor.backward:
+            self.done = True
+            self.fault = self._judge(arguments[0])
+            self._judged(self.fault)
+            return function(*arguments, **given)
+        result = function(*arguments, **given)
+        if function in _SIZES:
+            return self._mark(arguments[0], result)
+        self._write(function, arguments, given, result)
+        return result
+
+    def _enter(self, *_: Any) -> None:
+        self._inside = True
+
+    def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
+        self._inside = False
+        if not self.done and torch.is_grad_enabled():
+            self._write(getattr(model, "module", model), arguments, keywords, result, from_model=True)
+
+    def _write(self, function: Any, arguments: Any, keywords: Any, result: Any, from_model: bool = False) -> None:
+        given = {id(each) for each in _tensors((arguments, keywords))}
+        from_model = from_model or bool(given & self._from_model)
+        self._reads |= function in _READS and from_model
+        made = list(_tensors(result))
+        if not made:
+            return
+        device = made[0].device.type
+        cast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        for each in made:
+            self._made.setdefault(id(each), []).append(len(self._tape))
+            if from_model:
+                self._from_model.add(id(each))
+        self._tape.append(WrittenCall(function, arguments, keywords, result, cast))
+
+    def _mark(self, tensor: Any, result: Any) -> Any:
+        """The size as it was asked for; the number of rows of what comes from the batch as one that is followed."""
+        known = id(tensor) in self._made or any(each is tensor for each in self._batch)
+        sizes = list(result) if isinstance(result, torch.Size) else [result]
+        if not known or tensor.ndim == 0 or tensor.shape[0] != self._rows or sizes[0] != self._rows:
+            return result
+        return torch.Size([RowNumber(sizes[0]), *sizes[1:]]) if isinstance(result, torch.Size) else RowNumber(result)
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge(self, loss: torch.Tensor) -> str:
+        if self._rows < 2:
+            return SINGLE
+        try:
+            needed = self._find_needed(loss)
+            return needed if isinstance(needed, str) else self._compare(loss, needed)
+        except RequestError as error:
+            return error.message
+        except Exception as error:
+            return f"its loss can't be computed again to compare it ({type(error).__name__}: {error})".split("\n")[0]
+
+    def _find_needed(self, loss: torch.Tensor) -> list[WrittenCall] | str:
+        """What led to the loss, in its order; or why that isn't known."""
+        places: set[int] = set()
+        queue: list[Any] = [loss]
+        known = {id(each) for each in self._batch}
+        while queue:
+            tensor = queue.pop()
+            makers = self._made.get(id(tensor), ())
+            if not makers and id(tensor) not in known:
+                many = tensor.ndim and len(tensor) == self._rows and self._reads
+                if tensor.grad_fn is not None or many:
+                    return "its loss is computed in a way that can't be followed"
+            for place in makers:
+                if place not in places:
+                    places.add(place)
+                    queue += _tensors((self._tape[place].arguments, self._tape[place].keywords))
+        if id(loss) not in self._from_model:
+            return "its loss isn't computed from the output of a DistributedDataParallel model"
+        return [self._tape[place] for place in sorted(places)]
+
+    def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:
+        """Empty if the loss is a mean over rows; RequestError where it isn't."""
+        if self._reads and any(isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)):
+            return "its loss is computed in a way that can't be followed"
+        keys = [id(each) for each in self._batch]
+        model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
+
+        def compute(batch: Any) -> Any:
+            return _replay(needed, dict(zip(keys, batch, strict=True)), len(batch[0]), id(loss))
+
+        with kept_state([model]), torch.no_grad():
+            self._random.restore()
+            again = float(compute(self._batch).double().sum())
+        first = float(loss.detach().double().sum())
+        kinds = {each.dtype for entry in needed for each in _tensors(entry.result) if each.is_floating_point()}
+        near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
+        if not abs(again - first) <= near * max(abs(first), 1e-30):
+            return f"its loss of the same rows is another when it is computed again: {first:.6g}, then {again:.6g}"
+        cut = max(1, self._rows * 3 // 4)
+        parts = (cut_rows(self._batch, 0, cut, self._rows), cut_rows(self._batch, cut, self._rows, self._rows))
+        check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
+        LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
+        return ""
+
+
+def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:
+    """The wanted tensor as these functions make it of other rows."""
+
+    def now(each: Any) -> Any:
+        if isinstance(each, RowNumber):
+            return each.each * rows
+        return known.get(id(each), each) if isinstance(each, torch.Tensor) else each
+
+    for entry in entries:
+        under = nullcontext() if entry.autocast is None else torch.autocast(entry.autocast[0], entry.autocast[1])
+        with under:
+            made = entry.function(*_map(now, entry.arguments), **_map(now, entry.keywords))
+        known.update((id(was), each) for was, each in zip(_tensors(entry.result), _tensors(made), strict=True))
+    return known[wanted]
+
+
+def _map(function: Callable[[Any], Any], data: Any) -> Any:
+    """The data with `function` of what lies in its tuples, lists, dicts and slices."""
+    if isinstance(data, dict):
+        return {key: _map(function, each) for key, each in data.items()}
+    if isinstance(data, slice):
+        return slice(*(_map(function, each) for each in (data.start, data.stop, data.step)))
+    if isinstance(data, tuple | list):
+        items = [_map(function, each) for each in data]
+        return (
+            type(data)(*items) if hasattr(data, "_fields") else list(items) if isinstance(data, list) else tuple(items)
+        )
+    return function(data)
+
+
+def _leaves(data: Any) -> list[Any]:
+    found: list[Any] = []
+    _map(found.append, data)
+    return found
+
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    """The tensors in nested data, also in the attributes of an object that is a model's output."""
+    if hasattr(data, "__dataclass_fields__"):
+        data = {name: getattr(data, name) for name in data.__dataclass_fields__}
+    return [each for each in _leaves(data) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,383 @@
+"""The training of one rank by a plan: what every trainer's adapter is made of, and shares that follow own work."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import mul
+from statistics import median
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..errors import RequestError
+from ..live.files import ShareChange
+from ..plan.solver import read_curves
+from ..shares.whole_rows import largest_pass, smallest_pass
+from ..training.dealing import make_dealer
+from ..training.loss_check import LossMeaning
+from ..training.rebalance import GROWTH, Rebalancer, name_devices
+from .batch import DealtBatch, Epoch, Part, make_parts, weigh_by_count
+from .checks import OPTIMIZER_CHECK, REMEDY, check_part_loss, check_rows
+from .collectives import add_up, is_equal_everywhere
+from .guard import SINGLE, Guard
+from .loader import StepListener
+from .own_work import KEPT_STEPS, StepReporter, make_timer
+from .ranks import RankShares, join, leave_group, settle
+from .retry import Passes, explain_at_exit
+from .sampler import LengthSampler, UnevenBatchSampler
+from .weights import BatchWeights, Weigh
+from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work
+
+
+class PlannedTraining:
+    """One rank's training by a plan: what the adapter of every trainer is made of.
+
+    It settles this process on its device, and has the samplers of rows, the check of the loss, the weighted sum of
+    gradients, passes that survive out-of-memory, the times of steps and their report, and shares that follow own work.
+    `weigh` says who weighs a batch: the sum of "gradients"; `scale`, by the "loss"; or the "trainer", whose adapter
+    multiplies each pass's loss by (its part of the global batch * the number of ranks). A loop calls `begin` for each
+    global batch and `report` once it is trained; every rank calls everything.
+    """
+
+    def __init__(
+        self,
+        found: RankShares,
+        weigh: Weigh = "gradients",
+        *,
+        strict: bool = False,
+        journal: bool = False,
+        rebalance: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        self.rank, self.world, self.device = found.rank, found.world, found.device
+        self.plan, self.strict = found.plan, strict
+        settle(self.device, found.share)
+        if self.world > 1 and join(self.device, backend):
+            atexit.register(leave_group)
+        self.timer = make_timer(self.device, alone=self.world == 1)
+        self.weights = BatchWeights(found, weigh, self.timer)
+        self._reference = weakref.ref(self.weights)
+        self.reporter = StepReporter(found, self.timer, journal)
+        self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
+        self.listeners: list[Callable[[tuple[int, ...]], None]] = []
+        self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
+        self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
+        explain_at_exit()
+
+    @property
+    def shares(self) -> RankShares:
+        """The rows of all ranks in force: the plan's, or those that it was rebalanced to last."""
+        return self.weights.shares
+
+    @shares.setter
+    def shares(self, now: RankShares) -> None:
+        self.weights.shares = self.reporter.shares = now
+
+    # ------------------------------------------------------------------ rows
+
+    def sampler(
+        self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
+    ) -> UnevenBatchSampler:
+        """This rank's row numbers of each global batch, of a data set with this number of rows.
+
+        With `lengths`, the tokens of each row, they are dealt so that ranks finish together. `shares` are other ones,
+        for a validation; `options` are UnevenBatchSampler's.
+        """
+        chosen = tuple(shares) or self.shares.batches
+        if lengths is None:
+            return UnevenBatchSampler(rows, chosen, self.rank, **options)
+        now = self.shares
+        dealer = make_dealer(now.batches, now.micros, now.shares)
+        return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
+
+    def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
+        """Change this sampler's shares if they follow own work; it draws at most `ahead` batches before their turn."""
+        if self.rebalancing is not None:
+            self.rebalancing.add(sampler, ahead)
+
+    # ------------------------------------------------------------------ models
+
+    def wrap(self, model: Any, **options: Any) -> Any:
+        """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
+
+        As `Split.wrap`.
+        """
+        check_model(model, self.plan, self.strict)
+        weigh, now = self.weights.weigh, self.shares
+        passes = largest_pass(now.batches, now.micros), smallest_pass(now.batches, now.micros)
+        check_normalization(model, weigh, self.world, *passes)
+        if self.world == 1:
+            model = model.to(self.device)
+            self.weights.follow(model, self.device)
+            return model
+        check_exchange(model)
+        self.timer.has_own_work = has_own_work(model, self.rebalancing is not None)
+        if check_sharded(model, weigh):
+            self.weights.follow(model, self.device)
+            return model
+        model = self.weights.attach(model, self.device, options)
+        if self.rebalancing is not None and not self.timer.has_own_work:
+            raise RequestError(
+                "DistributedDataParallel's communication hook or mixed_precision needs its own sums, which don't show a"
+                " rank's own work.",
+                "Leave rebalance out, or the hook.",
+            )
+        return model
+
+    def check(
+        self, loader: Any, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
+    ) -> LossMeaning | None:
+        """Check on a few rows that the loss of a part is a mean over its rows, or over what `count` counts.
+
+        As `Split.check`; `loader` has a `dataset`, a `batch_sampler` of this training's and a `collate_fn`.
+        """
+        if self.world == 1 and not self.shares.in_passes:
+            return None
+        with self.weights.checking():
+            found = check_part_loss(loss, loader, count, self.weights.models, self.device)
+        self.passes.checked = found is not None
+        return found
+
+    # ------------------------------------------------------------------ a global batch
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begin a global batch in which each rank has these rows; the one before is over."""
+        self.end()
+        self.timer.begin(tuple(sizes))
+        self.watch_optimizers()
+        self.weights.begin(sizes)
+
+    def watch_optimizers(self) -> None:
+        """Have optimizers refuse gradients that nothing has weighted, unless a trainer's adapter weighs losses."""
+        if self.world > 1 and self.weights.weigh != "trainer" and not self.weights.weighed_by_trainer:
+            OPTIMIZER_CHECK.trainer = self._reference
+
+    def end(self) -> None:
+        """End a global batch; if it was trained, `listeners` are called with its sizes, and shares may change."""
+        if self.timer.finish():
+            for each in self.listeners:
+                each(self.timer.sizes)
+
+    def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
+        """Report the current batch, of which `rows` are this rank's, to the monitor.
+
+        `tokens` are those of the rows, without and with padding.
+        """
+        self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
+
+    def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
+        """Forward and backward of a batch, in the passes of the plan; as `Split.step`."""
+        self.passes.check = partial(check_rows, compute, self.weights, self.weights.models, self.device)
+        total: Any = 0.0
+        for part in self.parts(batch, count):
+            with part:
+                total = total + part.backward(compute(part))
+        self.passes.check = None
+        return total
+
+    def parts(
+        self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
+    ) -> Iterator[Part]:
+        """This rank's batch in the passes of the plan; as `Split.parts`."""
+        taken = self.weights.open_parts(batch)
+        rows = taken.sizes[self.rank]
+        try:
+            most = max(1, rows) if taken.origin.dealt else self.shares.micros[self.rank]
+            parts = make_parts(batch, rows, most, self.weights.scale_part)
+            if count is not None:
+                weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
+            several = self.shares.in_passes or isinstance(batch, DealtBatch)
+            found = self.weights.list_models(models, several)
+            yield from self.passes.take(parts, found, self.weights.list_exchanges())
+        finally:
+            self.weights.close_parts()
+
+    def add_up(self, value: Any) -> torch.Tensor:
+        """The sum of a figure over the ranks."""
+        return add_up(value, self.device, self.world, self.timer)
+
+
+class Steps(StepListener):
+    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
+
+    def __init__(self, training: PlannedTraining, trains: bool) -> None:
+        self._training, self._trains = training, trains
+        self._guard: Guard | None = None
+
+    def compare(self, digest: int) -> None:
+        """RequestError if the ranks would take rows twice, or wait for each other forever."""
+        if dist.is_initialized() and not is_equal_everywhere(digest, self._training.device):
+            raise RequestError(
+                "The ranks drew different orders of rows from order=, or were given different lengths=.",
+                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
+            )
+
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
+        """Begin a batch that the loop gets."""
+        if self._trains:
+            self._training.timer.begin(sizes)
+        weights = self._training.weights
+        self._training.watch_optimizers()
+        weights.take(origin, sizes, batch)
+        if self._trains and self._training.guards:
+            self._guard = Guard(weights.models, batch, self._refuse_together)
+
+    def _refuse_together(self, fault: str) -> None:
+        """RequestError on every rank where any has found a fault."""
+        self._training.guards = False
+        every = [fault] * self._training.world
+        dist.all_gather_object(every, fault)
+        looked = "" in every  # at rows enough, on some rank
+        if fault := next((each for each in every if each and not (looked and each == SINGLE)), ""):
+            raise RequestError(f"Shares would change what is learned: {fault.rstrip('.')}.", REMEDY)
+
+    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
+        """Report a batch that the loop is done with."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        if self._trains:
+            self._training.report(sizes[self._training.rank], tokens)
+            self._training.end()
+
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over, or left."""
+        if self._trains:
+            self._training.timer.pause()
+        self._training.weights.end(origin)
+
+
+WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
+FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
+EXCHANGED_WINDOWS = 2  # at once: an exchange takes longer than all else, and the rule needs two for a change
+
+
+def raise_no_shares() -> NoReturn:
+    """RequestError: rows are dealt by length."""
+    raise RequestError("Rows dealt by length have no shares to rebalance.", "Leave rebalance out, or make a new plan.")
+
+
+class Rebalancing:
+    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank.
+
+    `fix_passes` says how shares are computed where a trainer takes as many passes for any share.
+    """
+
+    def __init__(self, training: PlannedTraining) -> None:
+        self._training = training
+        training.listeners.append(self.after_step)
+        self._passes: tuple[int, ...] = ()  # of each rank, where they are the same for any share
+        self._planned = training.shares
+        self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
+        self._group = dist.new_group(backend="gloo")
+        self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
+        self._ahead = 0  # the most batches that a loader draws before their turn
+        self._step = 0  # batches that were trained on
+        self._window = 0  # of them, whole ones with the shares in force since the last window
+        self._window_steps = FEWEST_STEPS  # until the next window ends
+        self._windows: dict[int, float] = {}  # to be exchanged: own work by the last step
+        self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
+
+    def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
+        """Add the sampler of a loader, which draws batches at most `ahead` batches before their turn."""
+        sampler.changes = True
+        self._samplers.add(sampler)
+        self._ahead = max(self._ahead, ahead)
+
+    def fix_passes(self, passes: Sequence[int]) -> None:
+        """Fix the number of passes of each rank, whatever the shares."""
+        self._passes = tuple(passes)
+
+    def after_step(self, sizes: Sequence[int]) -> None:
+        """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in every few calls."""
+        self._step += 1
+        if self._exchange is not None:
+            self._end_exchange(*self._exchange)
+        self._window += sizes == self._training.shares.batches
+        if self._window >= self._window_steps:
+            self._window = 0
+            self._windows[self._step], step_s = self._medians()
+            if len(self._windows) == EXCHANGED_WINDOWS:
+                self._exchange = self._begin_exchange(step_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shares in force, and those of the plan, under which alone they make sense."""
+        shares = self._training.shares
+        return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the shares of `state`, if it is of the same plan."""
+        if tuple(state["planned"]) == self._planned.batches:
+            self._rule = self._exchange = None
+            self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
+
+    def _medians(self) -> tuple[float, float]:
+        """The median seconds of own work and of steps in the window, 0 before any was computed."""
+        shares = self._training.shares.batches
+        steps = [step for step in self._training.timer.last(self._window_steps) if step.sizes == shares]
+        whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
+        own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
+        return median(own) if own else 0.0, median(whole) if whole else 0.0
+
+    def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
+        """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""
+        own = [*self._windows.values(), step_s, self._ahead]
+        before = self._planned.rank * len(own)
+        behind = (self._planned.world - 1) * len(own) - before
+        figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
+        return self._group.allreduce([figures]), figures  # dist.all_reduce takes twice as long to start it
+
+    def _end_exchange(self, work: Any, figures: torch.Tensor) -> None:
+        work.wait()
+        self._exchange = None
+        ends = tuple(self._windows)
+        self._windows.clear()
+        every, each = figures.tolist(), len(ends) + 2
+        *windows, step_s, ahead = (every[i::each] for i in range(each))
+        self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS))
+        for end, own_work_s in zip(ends, windows, strict=True):
+            if self._decide(end, own_work_s, int(max(ahead))):
+                break
+
+    def _decide(self, end: int, own_work_s: Sequence[float], batches: int) -> bool:
+        """Decide on shares by a window that ended at step `end`; True if they change, `batches` batches later."""
+        before = self._training.shares.batches
+        if self._rule is None:
+            self._rule = self._make_rule()
+        change = self._rule.observe(end, own_work_s, before)
+        if change is None:
+            return False
+        self._change(change.shares, change.micros, batches)
+        self._training.reporter.changes.append(
+            ShareChange(self._step + batches + 1, time.time(), before, change.shares, change.reason)
+        )
+        if self._planned.rank == 0:
+            print(f"{change.describe(before)}\n", end="", file=sys.stderr, flush=True)
+        return True
+
+    def _make_rule(self) -> Rebalancer:
+        planned, now = self._planned, self._training.shares.batches
+        shares = [
+            msgspec.structs.replace(each, batch=own) for each, own in zip(planned.shares, planned.batches, strict=True)
+        ]
+        in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
+        by_parts = not self._passes and not self._training.weights.computes_at_once
+        most = list(map(mul, in_pass, self._passes or [1] * planned.world))
+        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
+
+    def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
+        if self._passes:
+            micros = tuple(-(-share // passes) for share, passes in zip(shares, self._passes, strict=True))
+        self._training.shares = msgspec.structs.replace(self._training.shares, batches=shares, micros=micros)
+        for sampler in self._samplers:
+            sampler.change_shares(shares, ahead)
+        self._window = 0
+        self._windows.clear()

@@ -1,0 +1,72 @@
+"""Passes that ran out of memory: what was done, and how many rows a pass may have from then on."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from ..errors import DeviceError
+
+CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
+MOST_FAILURES = 20  # of one row, in a row
+
+
+class Retreat(msgspec.Struct, frozen=True):
+    """A pass that didn't fit, and what was done."""
+
+    step: int
+    rows: int  # of the pass
+    smaller: int  # rows of those that follow
+    seconds: float  # until they could begin
+    others_bytes: int  # that other processes hold of the device
+
+    def describe(self, device: str) -> str:
+        """A line for the terminal."""
+        held = f" (others hold {self.others_bytes / 2**30:.0f} GiB)" if self.others_bytes >= 2**30 else ""
+        return (
+            f"{device} ran out of memory at step {self.step:,}{held}: passes of {self.rows} -> {self.smaller} rows,"
+            f" {self.seconds:.1f} s"
+        )
+
+
+class PassLimit:
+    """The rows that a pass of this rank may have: fewer after one that didn't fit, more again after clean steps."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.step = 0  # batches so far
+        self.most: int | None = None  # rows of a pass; None: as the plan has it
+        self._clean = 0  # batches since the last retreat
+        self._failures = 0  # of passes that can't be smaller, in a row
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self.step += 1
+        self._clean += 1
+        if self.most is not None and self._clean > CLEAN_STEPS:
+            self.most, self._clean = 2 * self.most, 0
+
+    def settle(self) -> None:
+        """A pass is complete."""
+        self._failures = 0
+
+    def fail(self, rows: int, least: int, held: str) -> None:
+        """A pass of these rows didn't fit; DeviceError, with what memory held, if the `least` rows keep failing."""
+        self._failures += rows < 2 * least
+        if self._failures >= MOST_FAILURES:
+            raise DeviceError(
+                f"Rank {self._rank} ran out of memory {self._failures} times in a row with a pass of {rows} rows"
+                f" that can't be smaller: {held}.",
+                "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
+            )
+
+    def shrink(self, rows: int, least: int) -> int:
+        """Rows of a pass that may fit where one of these rows didn't."""
+        self.most, self._clean = max(least, rows // 2), 0
+        return self.most
+
+
+def say(line: str) -> None:
+    """A line for the terminal."""
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
