@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from evener.errors import RequestError
+from evener.errors import EvenerError, RequestError
 
 from .protocol import BACKENDS, Entry, Place, Workload
 
@@ -31,13 +33,13 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 def _model(name: str, home: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
     """A model of the backend that its name begins with; `home` is its module there and the function that builds it."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
-    return Entry(name, framework, f"{BACKENDS[framework]}.models.{home}", summary, source, settings, **limits)
+    return Entry(name, framework, f"{BACKENDS[framework]}.{home}", summary, source, settings, **limits)
 
 
 _TABLE = (
     _model(
         "keras_maxer",
-        "classifiers:build_maxer",
+        "models:build_maxer",
         "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
         _MAXER,
         {"learning_rate": 0.001},
@@ -45,7 +47,7 @@ _TABLE = (
     ),
     _model(
         "keras_mnist",
-        "classifiers:build_mnist",
+        "models:build_mnist",
         "a small convolutional network, for CPUs",
         _MNIST,
         _MNIST_SETTINGS,
@@ -53,14 +55,14 @@ _TABLE = (
     ),
     _model(
         "keras_gru",
-        "classifiers:build_gru",
+        "models:build_gru",
         "four recurrent layers, whose step time is flat up to large batches",
         _GRU,
         {**_GRU_SETTINGS, "use_cudnn": "auto"},
     ),
     _model(
         "keras_resnet50",
-        "classifiers:build_resnet50",
+        "models:build_resnet50",
         "ResNet-50 on pictures of CIFAR's size",
         "the slides that squeeze more juice out of a single GPU by packing",
         {"side": 32, "classes": 10, "learning_rate": 0.001},
@@ -81,19 +83,19 @@ _TABLE = (
         },
         placements=("single", "towers", "alternate"),
     ),
-    _model("torch_maxer", "classifiers:build_maxer", "keras_maxer's twin in PyTorch", _MAXER, {"learning_rate": 0.001}),
+    _model("torch_maxer", "models:build_maxer", "keras_maxer's twin in PyTorch", _MAXER, {"learning_rate": 0.001}),
     _model(
         "torch_mnist",
-        "classifiers:build_mnist",
+        "models:build_mnist",
         "keras_mnist's twin in PyTorch",
         _MNIST,
         _MNIST_SETTINGS,
         largest_share=LARGEST_MNIST,
     ),
-    _model("torch_gru", "classifiers:build_gru", "keras_gru's twin in PyTorch", _GRU, _GRU_SETTINGS),
+    _model("torch_gru", "models:build_gru", "keras_gru's twin in PyTorch", _GRU, _GRU_SETTINGS),
     _model(
         "torch_text",
-        "language:build",
+        "models:build_text",
         "a small decoder-only language model on texts of unequal length",
         "made here; lengths are lognormal, tokens random",
         {
@@ -111,7 +113,7 @@ _TABLE = (
     ),
     _model(
         "torch_depth",
-        "split_depth:build",
+        "models:build_depth",
         "a convolutional stack in two halves on two devices, plain and with micro-batches in flight",
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
@@ -119,7 +121,7 @@ _TABLE = (
     ),
     _model(
         "torch_tiles",
-        "tiled_cnn:build",
+        "tiling:build",
         "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole image's result",
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
@@ -128,7 +130,7 @@ _TABLE = (
     ),
     _model(
         "torch_dataparallel",
-        "classifiers:build_mnist",
+        "models:build_mnist",
         "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
         "slides on several GPUs: nn.DataParallel",
         _MNIST_SETTINGS,
@@ -214,6 +216,21 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"It is {_article(kind)}, {settings[key]!r} by default.",
             ) from None
     return settings
+
+
+def find_imports(name: str, framework: str) -> tuple[str, ...]:
+    """ "module" or "module:attribute" to import before a workload's children are forked, in order; none if unknown.
+
+    They are the framework's module and a script's libraries. Nothing of the user's own runs: their module may start
+    CUDA, and is imported by each child alone.
+    """
+    from . import user_code
+
+    with suppress(EvenerError, OSError, SyntaxError, ValueError):
+        module, script = find(name, framework).home.partition(":")[0], name.rpartition(":")[0]
+        libraries = user_code.find_library_imports(Path(script)) if user_code.names_a_file(script) else ()
+        return (module, *libraries)
+    return ()
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.errors import RequestError
-from evener.shares.passes import split_passes
+from evener.shares.whole_rows import split_passes
 
 from .protocol import Place
 

@@ -28,6 +28,10 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
+LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own when they are imported
+    ("accelerate", "datasets", "lightning", "peft", "pytorch_lightning", "timm", "torchvision", "transformers", "trl")
+)
+_SETS_VARIABLES = ("environ", "putenv")  # a script that does this does it before it imports what reads them
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -101,6 +105,15 @@ def list_imports(node: ast.AST) -> list[str]:
 def package_of(name: str) -> str:
     """The package of a name that `list_imports` gives."""
     return name.partition(":")[0].partition(".")[0]
+
+
+def find_library_imports(script: Path) -> tuple[str, ...]:
+    """The libraries among a script's imports, as `list_imports` gives them; none if it sets variables before."""
+    source = script.read_text()
+    if any(word in source for word in _SETS_VARIABLES):
+        return ()
+    names = [name for node in ast.parse(source).body for name in list_imports(node)]
+    return tuple(name for name in names if package_of(name) in LIBRARIES)
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:

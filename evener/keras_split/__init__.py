@@ -6,8 +6,7 @@
     model = split.build(make_model)          # make_model returns a compiled Keras model
     model.fit(x, y, epochs=5)                # the batch size is the plan's
 
-There are three engines: towers (one process, the default), mirrored (one process, NCCL) and multiworker (a process
-for each device).
+There are two engines: towers (one process, the default) and multiworker (a process for each device).
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compatibility import SplitWarning
-    from .digest import model_digest
-    from .report import Report
+    from .callbacks import Report
+    from .compatibility import SplitWarning, model_digest
     from .split import ENGINES, Split
     from .tf_devices import make_logical_cpus
 
@@ -25,11 +23,11 @@ __all__ = ["ENGINES", "Report", "Split", "SplitWarning", "make_logical_cpus", "m
 
 _MODULES = {
     "ENGINES": "split",
-    "Report": "report",
+    "Report": "callbacks",
     "Split": "split",
     "SplitWarning": "compatibility",
     "make_logical_cpus": "tf_devices",
-    "model_digest": "digest",
+    "model_digest": "compatibility",
 }
 
 

@@ -1,17 +1,26 @@
-"""Checks of models that an engine can't train exactly: they are refused before the first step, with a remedy."""
+"""Checks of models before the first step: what an engine can't train exactly is refused, or warned of."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NoReturn
 
 import keras
+import msgspec
 
 from ..errors import RequestError
 from ..training.launched import ask_for_processes
 
-MEANS = ("sum_over_batch_size", "mean")
+
+def model_digest(model: Any) -> str:
+    """16 hexadecimal digits of the model's input shapes and weights' shapes and types; names don't count."""
+    inputs = [str(tuple(each.shape)) for each in getattr(model, "inputs", None) or []]
+    weights = [f"{tuple(weight.shape)}:{weight.dtype}:{weight.trainable}" for weight in model.weights]
+    return blake2b("\n".join(["keras", *inputs, *weights]).encode(), digest_size=8).hexdigest()
+
+
 TOWERS = "Use engine='towers', which computes the loss on the whole batch."
 NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
@@ -78,45 +87,31 @@ def check_test_step(model: Any, engine: str) -> None:
 def check_towers(model: Any) -> None:
     """Refuse what towers can't do; warn of what differs from one device."""
     check_step(model)
-    _refuse_synchronized(model, "Use engine='mirrored', or BatchNormalization(synchronized=False).")
-    _warn_local_statistics(model, "synchronized=True with engine='mirrored' uses the whole batch")
+    for layer in list_normalizations(model, synchronized=True)[:1]:
+        refuse_in_one_process(f"{layer.name} synchronizes its statistics, which towers can't.", "synchronized=False")
+    _warn_local_statistics(model)
 
 
 def check_workers(model: Any) -> None:
     """Refuse what a process per device can't do: it computes the loss of its own rows only."""
-    _check_partial_loss(model, "multiworker")
+    check_step(model)
+    if model.steps_per_execution != 1:
+        raise RequestError(
+            f"engine='multiworker' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
+            "Compile with steps_per_execution=1, or use engine='towers'.",
+        )
     if model.run_eagerly:
         raise RequestError("engine='multiworker' can't run eagerly.", "Compile with run_eagerly=False.")
-    _refuse_synchronized(model, "Use engine='mirrored' for that.")
-    _warn_local_statistics(model, "engine='mirrored' with synchronized=True uses the whole batch")
+    _warn_local_statistics(model)
     _warn_sparse(model)
-
-
-def check_mirrored(model: Any) -> None:
-    """Refuse what Keras does wrongly, or not at all, under a MirroredStrategy with unequal shares."""
-    _check_partial_loss(model, "mirrored")
-    _check_row_means(model)
-    if model.jit_compile:
-        raise RequestError(
-            "engine='mirrored' can't run with jit_compile=True.", "Compile with jit_compile=False, or train on one GPU."
-        )
-    _check_optimizer(model.optimizer)
-    _warn_local_statistics(model, "synchronized=True uses the whole batch")
 
 
 # before an engine's first step
 CHECKS = {
     "solo": check_compiled,
     "towers": check_towers,
-    "mirrored": check_mirrored,
     "multiworker": check_workers,
 }
-
-
-def check_mask(outputs: Any) -> None:
-    """Refuse a mask that reaches the loss: its mean is over a replica's valid steps, not over its rows."""
-    if any(getattr(tensor, "_keras_mask", None) is not None for tensor in keras.tree.flatten(outputs)):
-        raise RequestError("engine='mirrored' can't weight a masked loss exactly.", TOWERS)
 
 
 def check_passes(model: Any, rows: int) -> None:
@@ -124,6 +119,8 @@ def check_passes(model: Any, rows: int) -> None:
     check_compiled(model)
     if model.run_eagerly:
         raise RequestError("Passes can't run eagerly.", f"Compile with run_eagerly=False. {NO_PASSES}")
+    for layer in list_normalizations(model, synchronized=True):
+        raise RequestError(f"{layer.name} synchronizes its statistics, which passes can't.", NO_PASSES)
     if any(layer.trainable for layer in list_normalizations(model, synchronized=False)):
         warn(f"Batch normalization sees one pass of {rows} rows, not the whole share.")
     _warn_sparse(model)
@@ -133,11 +130,13 @@ def check_assigned(weights: Sequence[Any]) -> None:
     """Refuse a model that assigns its trainable weights when it is called: each device has a copy of them."""
     if weights:
         seen = f"A call of the model assigns {weights[0].path}, as SpectralNormalization does; towers can't keep that."
-        ask_for_processes(seen)
-        raise RequestError(
-            seen,
-            "Use engine='mirrored', whose replicas have weights of their own, or leave that layer out.",
-        )
+        refuse_in_one_process(seen, "leave that layer out")
+
+
+def refuse_in_one_process(seen: str, other: str) -> NoReturn:
+    """Refuse what needs a process for each device, unless evener launch will start them; `other` goes without."""
+    ask_for_processes(seen)
+    raise RequestError(seen, f"Start a process for each device (engine='multiworker'), or {other}.")
 
 
 def warn_small_data(rows: int, planned: int | None) -> None:
@@ -179,65 +178,19 @@ def overrides(model: Any, name: str) -> bool:
     return getattr(type(model), name) not in (getattr(keras.Model, name), getattr(keras.Sequential, name))
 
 
-def _check_partial_loss(model: Any, engine: str) -> None:
-    """Refuse what can't be computed where each device has the loss of its own rows only."""
-    check_step(model)
-    if model.steps_per_execution != 1:
-        raise RequestError(
-            f"engine='{engine}' can't run steps_per_execution={model.steps_per_execution}: TensorFlow fails there.",
-            "Compile with steps_per_execution=1, or use engine='towers'.",
-        )
-    if engine == "mirrored" and len(getattr(model, "outputs", None) or []) > 1:
-        warn(f"With engine='{engine}' the losses shown for single outputs are means over the devices; `loss` is exact.")
-
-
-def _check_row_means(model: Any) -> None:
-    """Refuse a loss that isn't known to be a mean over rows, which mirrored replicas scale."""
-    who, remedy = "engine='mirrored'", TOWERS
-    if overrides(model, "compute_loss"):
-        raise RequestError(f"{who} can't use {type(model).__name__}'s own compute_loss.", remedy)
-    for loss in keras.tree.flatten(model.loss):
-        if not isinstance(loss, keras.losses.Loss):
-            continue  # a name or a function: Keras takes the mean over its rows
-        if loss.reduction not in MEANS:
-            raise RequestError(
-                f"{who} can't weight the loss {loss.name} with reduction={loss.reduction!r}.",
-                f"Use reduction='sum_over_batch_size'. {remedy}",
-            )
-        if type(loss).__call__ is not keras.losses.Loss.__call__:
-            raise RequestError(f"The loss {loss.name} reduces its rows in its own way.", remedy)
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise RequestError(
-            "engine='mirrored' can't scale the loss: Keras looks for overflow on the first replica only.",
-            "Use engine='towers', or mixed_bfloat16.",
-        )
-    for name in ("clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps"):
-        value = getattr(optimizer, name, None)
-        if value is not None:
-            raise RequestError(
-                f"engine='mirrored' can't do {name}={value}: Keras applies it before the gradients are summed.",
-                "Use engine='towers', or leave it out.",
-            )
-
-
 def list_normalizations(model: Any, synchronized: bool | None = False) -> list[Any]:
     """The layers that normalize over rows: those of each replica, the synchronized ones, or with None all."""
     found = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
     return [each for each in found if synchronized in (None, each.synchronized)]
 
 
-def _refuse_synchronized(model: Any, remedy: str) -> None:
-    for layer in list_normalizations(model, synchronized=True):
-        raise RequestError(f"{layer.name} synchronizes its statistics, which only engine='mirrored' can.", remedy)
-
-
-def _warn_local_statistics(model: Any, remedy: str) -> None:
+def _warn_local_statistics(model: Any) -> None:
     local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
     if local:
-        warn(f"{local[0].name} takes its statistics from each device's own rows, not from the whole batch; {remedy}.")
+        warn(
+            f"{local[0].name} takes its statistics from each device's own rows, not from the whole batch; "
+            "synchronized=True with engine='multiworker' uses the whole batch."
+        )
 
 
 def _warn_sparse(model: Any) -> None:
@@ -254,3 +207,60 @@ def _warn_sparse(model: Any) -> None:
             f"{kind.__name__} gets {words[0].name}'s gradient as one sum in a group or in passes, and word by word on "
             f"one device: {effect}. engine='towers' without passes does as one device does."
         )
+
+
+ROWS, SUM, SAME = "rows", "sum", "same"
+COUNTS = ("steps", "labels", "weights")  # units beside rows that a loss may be a mean over, counted in each step
+OTHER = ""  # none of them
+_ALONE = "Leave that out, or train on one device."
+
+
+class PartKinds(msgspec.Struct, frozen=True):
+    """Relations between parts of a batch and the whole; by default every loss is a mean over rows.
+
+    `loss` and `added` (the losses that layers add) say by what parts add up: ROWS, SUM, one of COUNTS, or OTHER.
+    `states` has the same for the changes of states by their place in `model.non_trainable_variables`: ROWS, SUM, SAME.
+    """
+
+    loss: str = ROWS
+    added: tuple[str, ...] = ()
+    states: dict[int, str] = {}
+    seen: str = ""  # a sentence on the loss, where it is OTHER
+    fault: str = ""  # why no engine can put parts together
+
+    def added_kind(self, place: int) -> str:
+        """The way in which an added loss adds up."""
+        return self.added[place] if place < len(self.added) else ROWS
+
+
+def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
+    """Refuse a loss that can't be put together from those of an engine's devices or passes."""
+    who = "A plan with passes" if in_passes else f"engine={engine!r}"
+    if found.loss == OTHER:
+        seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS
+        raise RequestError(f"{who} can't put this loss together. {seen}.", remedy)
+    if in_passes and found.loss in COUNTS:
+        over = {"steps": "the steps that a mask leaves", "labels": "labels that aren't ignored", "weights": "weights"}
+        raise RequestError(
+            f"A plan with passes can't weight this loss exactly: it is a mean over {over[found.loss]}, not over rows.",
+            NO_PASSES,
+        )
+
+
+def refuse_everywhere(found: PartKinds, model: Any) -> None:
+    """Refuse what no engine computes as one device does."""
+    if found.fault:
+        raise RequestError(found.fault, "Train it on one device.")
+    if OTHER in found.added:
+        raise RequestError(
+            f"A layer of {model.name} adds a loss that is neither a mean nor a sum over rows.",
+            "Compute it in the model's loss, with engine='towers', or train on one device.",
+        )
+    for place, kind in found.states.items():
+        if kind == OTHER:
+            path = model.non_trainable_variables[place].path
+            raise RequestError(
+                f"A call of the model assigns {path}, and what the parts of a batch make of it isn't what the whole "
+                "makes of it.",
+                _ALONE,
+            )

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..plan.check import check_global_batch
+from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     CHECKS,
     check_compiled,
@@ -29,24 +30,22 @@ from .compatibility import (
 )
 from .data import (
     ArrayBatches,
+    DealtArrays,
     are_arrays,
     array_rows,
     batch_rows,
     batch_samples,
-    count_steps,
+    check_padding,
     is_plain,
     pack_arrays,
 )
-from .dealt_arrays import DealtArrays, check_padding
-from .engines.keras_step import warn_of_own_loop
-from .first_batch import check_replicas, measure_first
-from .group_fit import group_callbacks, save_whole
-from .nested_rows import from_frame
-from .same_data import check_same_arrays
+from .group import check_same_arrays
+from .keras_step import from_frame, warn_of_own_loop
+from .measuring import measure_first
 
 
 class FitHooks:
-    """Methods that replace a model's own so that an engine trains it; `batches` and `deal` are the split's.
+    """Methods that replace a model's own so that an engine trains it; `batches` is the split's.
 
     `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays. With
     passes, `pass_rows` are the rows of the largest, and `evaluated` those of a batch to evaluate.
@@ -58,7 +57,6 @@ class FitHooks:
         devices: Sequence[str],
         global_batch: int | None,
         batches: Callable[..., Any],
-        deal: Callable[[Any], Any],
         plan_batch: int | None = None,
         pass_rows: int | None = None,
         evaluated: int | None = None,
@@ -71,12 +69,10 @@ class FitHooks:
         self.batch: int | None = None
         self.samples: int | None = None
         self._batches = batches
-        self._deal = deal
         self._pass_rows = pass_rows
         self._evaluated = evaluated
         self._plan_batch = plan_batch  # until a fit has been warned of another one
         self._starts = False  # a fit begins
-        self._in_process = engine.name in ("solo", "towers")  # takes whole batches as they are
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
@@ -91,8 +87,6 @@ class FitHooks:
             model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
             for name in ("save", "save_weights"):
                 setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
-        if engine.name == "mirrored":
-            model.predict_on_batch = self.predict_on_batch
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
         if engine.name != "solo" and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
@@ -111,7 +105,7 @@ class FitHooks:
 
     def _own_step(self, name: str, data: Any) -> Any:
         """The model's own step: on the whole batch, on the device that has the weights."""
-        with tf.device(self.devices[0] if self._in_process else None):
+        with tf.device(None if self.group else self.devices[0]):
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
@@ -124,11 +118,11 @@ class FitHooks:
             if self.group is not None and model.train_function is None and not self._starts:
                 self._share_weights()
             self._starts = False
-        elif name == "make_test_function" and not self._in_process:
+        elif name == "make_test_function" and self.group is not None:
             check_test_step(model, engine)
-            if self.group is not None and model.test_function is None:
+            if model.test_function is None:
                 self._share_weights()
-        if model.jit_compile and engine != "mirrored" and not (engine == "solo" and self.devices[0].endswith(":0")):
+        if model.jit_compile and not (engine == "solo" and self.devices[0].endswith(":0")):
             model.jit_compile = False
         function = name.removeprefix("make_")
         before = getattr(model, function)
@@ -172,7 +166,7 @@ class FitHooks:
         if isinstance(chosen["x"], tf.data.Dataset):
             chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
         elif are_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
-            if self._in_process or not size:
+            if self.group is None or not size:
                 chosen["batch_size"] = size
             else:
                 data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"])
@@ -184,10 +178,6 @@ class FitHooks:
         """Keras' method of this name, on weights that exist and are the same in every process."""
         self._build(x)
         return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
-
-    def predict_on_batch(self, x: Any) -> Any:
-        """Predict as Keras does on one device; under a strategy each replica would predict the whole batch."""
-        return self.model.predict(x, batch_size=array_rows(x), verbose=0)
 
     def compile_config(self) -> Any:
         """The model's own compile config; clone_model asks for it too, and makes a model that isn't split."""
@@ -221,7 +211,7 @@ class FitHooks:
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
-        if self._in_process and not is_plain(chosen, self.model):
+        if self.group is None and not is_plain(chosen, self.model):
             chosen["batch_size"] = size
             return
         if chosen["validation_split"]:
@@ -230,7 +220,6 @@ class FitHooks:
                 "Give validation_data, or use engine='towers'.",
             )
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
-        check_replicas(self.engine, data)
         arrays = ArrayBatches(data, size, bool(chosen["shuffle"]), self._draw_seed())
         chosen |= {"y": None, "sample_weight": None, "class_weight": None, "batch_size": None, "shuffle": False}
         check_same_arrays(self.group, data, size, [chosen[name] for name in ("epochs", "steps_per_epoch", "shuffle")])
@@ -244,12 +233,12 @@ class FitHooks:
         """Arrays to evaluate, as batches in the engine's form, and their steps."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
-        return self._in_form(arrays, endless=self.engine.name == "mirrored"), arrays.steps
+        return self._in_form(arrays, endless=False), arrays.steps
 
     def _in_form(self, arrays: ArrayBatches, endless: bool) -> Any:
         """Batches in the engine's form; whole ones for a group whose metrics may ask for x."""
         if self.group is not None and overrides(self.model, "compute_metrics"):
-            return self._deal(arrays.global_batches(endless))
+            return arrays.global_batches(endless)
         return self._batches(arrays, endless)
 
     def _draw_seed(self) -> int:
@@ -269,19 +258,8 @@ class FitHooks:
             if isinstance(data.element_spec, DealtArrays):
                 check_padding(self.model, next(iter(data)))
             self._note_batch(batch_rows(chosen["x"]))
-        elif not self._in_process:
-            if isinstance(data, tf.distribute.DistributedDataset):
-                raise RequestError("This dataset is already distributed.", "Give split.data(...), or arrays.")
+        elif self.group is not None:
             raise RequestError(f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...).")
-        if name == "mirrored":
-            if chosen["class_weight"] is not None:
-                raise RequestError(
-                    "engine='mirrored' can't weight a dataset's classes.", "Give arrays, or weights in the dataset."
-                )
-            check_replicas(self.engine, next(iter(chosen["x"]), None))
-            repeated = chosen["x"].repeat() if chosen["steps_per_epoch"] is None else chosen["x"]
-            chosen["steps_per_epoch"] = count_steps(chosen["x"], chosen, "steps_per_epoch")
-            chosen["x"] = self._deal(repeated)
         self._prepare_validation(chosen, self.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
@@ -293,11 +271,8 @@ class FitHooks:
         arrays = isinstance(data, tuple | list)
         chosen["validation_batch_size"] = size if arrays else None
         if isinstance(data, tf.data.Dataset):
-            data = chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
-            if self.engine.name == "mirrored":
-                chosen["validation_steps"] = count_steps(data, chosen, "validation_steps")
-                chosen["validation_data"] = self._deal(data.repeat())
-        elif arrays and not self._in_process:
+            chosen["validation_data"] = batch_samples(data, size, _inputs(self.model))
+        elif arrays and self.group is not None:
             chosen["validation_data"], steps = self._in_order(pack_arrays(*data), size)
             chosen |= {"validation_steps": chosen["validation_steps"] or steps, "validation_batch_size": None}
 

@@ -1,24 +1,35 @@
-"""Measures, before the first step, what parts of a batch have in common with the whole: outputs, losses, states.
+"""Measures what parts of a batch have in common with the whole: on the first batch, before its step.
 
-A few rows of the first batch go through the model at once and in two unequal parts, outside the training's graph.
+A few of its rows go through the model at once and in two unequal parts, outside the training's graph. Then the step
+takes the batch as if nothing had been; nothing is drawn from the user's pipeline that the training doesn't train on.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import keras
+import msgspec
 import numpy as np
 import tensorflow as tf
 
-from .compatibility import list_normalizations, warn
-from .engines.keras_step import call_model, split_losses
-from .engines.layer_state import is_seed
-from .loss_kinds import CLOSE, first_line, judge_loss, kind_of
-from .nested_rows import Tensors, cut_rows
-from .part_kinds import OTHER, ROWS, SAME, SUM, PartKinds
-from .traceless import equal_rows, traceless
+from .compatibility import (
+    OTHER,
+    ROWS,
+    SAME,
+    SUM,
+    PartKinds,
+    list_normalizations,
+    refuse_everywhere,
+    refuse_partial,
+    warn,
+)
+from .data import DealtArrays
+from .keras_step import OwnRows, Tensors, call_model, cut_rows, split_losses
+from .loss_kinds import CLOSE, equal_rows, first_line, judge_loss, kind_of, traceless
+from .passes import is_seed
 
 MOST_ROWS = 8
 OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3}  # relative to the largest; other kernels add in another order
@@ -181,3 +192,74 @@ def _judge_state(before: Any, whole: Any, parts: list[Any], sizes: tuple[int, ..
     if SAME in fit and not np.allclose(each[0], each[1], rtol=0, atol=scale):
         fit.remove(SAME)
     return fit[0] if fit else OTHER
+
+
+PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
+
+
+def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Keras' function of some steps, which measures the first batch it is given, and refuses what isn't exact."""
+    measured = False
+
+    def run_checked(batches: Any) -> Any:
+        nonlocal measured
+        if not measured:
+            first, batches = peek(batches, engine.model.steps_per_execution)
+            if first is not None:
+                check_batch(engine, first, device, training)
+            measured = True
+        return run(batches)
+
+    return run_checked
+
+
+def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
+    """The first batch, and an iterator that gives it again with what else was taken; None if there is none to read."""
+    if not isinstance(batches, tf.data.Iterator):
+        seen = list(islice(batches, steps))
+        return (seen or [None])[0], seen
+    if not all(isinstance(spec, PLAIN_SPECS) for spec in tf.nest.flatten(batches.element_spec)):
+        return None, batches
+    seen = list(islice(batches, steps))
+
+    def repeat() -> Iterator[Any]:
+        yield from seen
+
+    with tf.device("CPU:0"):
+        again = iter(tf.data.Dataset.from_generator(repeat, output_signature=batches.element_spec))
+    return (seen or [None])[0], again
+
+
+def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
+    """Measure a batch, and tell the engine; RequestError for what it can't do exactly."""
+    found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
+    engine.kinds[training] = found
+    refuse_everywhere(found, engine.model)
+    if _is_partial(engine, training):
+        refuse_partial(found, engine.name, in_passes)
+
+
+def _is_partial(engine: Any, training: bool) -> bool:
+    """True if losses are computed of parts of a batch."""
+    return bool(engine.name == "multiworker" or (training and engine.cut.in_passes))
+
+
+def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds:
+    """The model's measured properties; in a group, the process with most rows measures for all."""
+    group, weights = getattr(engine, "group", None), engine.cut.weights
+    chosen = weights.index(max(weights))
+    text = b""
+    if group is None or group.rank == chosen:
+        data = first.data if isinstance(first, OwnRows | DealtArrays) else first
+        triple = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.device(device):
+            batch = tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
+            whole = int(first.rows) if isinstance(first, OwnRows) else 0
+            found = measure(engine.model, batch, training, _is_partial(engine, training), whole)
+        text = msgspec.json.encode(found)
+    return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
+
+
+def _to_tensor(each: Any) -> Any:
+    """A tensor; those that aren't dense stay as they are."""
+    return each if isinstance(each, tf.SparseTensor | tf.RaggedTensor) else tf.convert_to_tensor(each)

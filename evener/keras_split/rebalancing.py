@@ -1,6 +1,7 @@
 """Shares of a group that follow its processes' own work: what `Split(rebalance=True)` does in Keras.
 
-All processes know the same figures after the same step, decide the same, and cut the next batch by the new shares.
+Own work is timed inside the step's graph and goes through the sum of the gradients. So all processes know the same
+figures after the same step, decide the same, and cut the next batch by the new shares.
 """
 
 from __future__ import annotations
@@ -9,14 +10,137 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from statistics import median
+from typing import Any, NamedTuple
 
+import tensorflow as tf
+
+from ..errors import RequestError
 from ..live.files import MOST_CHANGES, ShareChange
+from ..live.reporter import DeviceTimes, middle, spread, sum_up
 from ..plan.file import Share
 from ..plan.solver import proportional_curves, read_curves
 from ..training.rebalance import Rebalancer, name_devices
-from .changing_cut import ChangingCut
-from .work_times import WorkTimes
+from .divisions import Cut
+
+
+class ChangingCut(Cut):
+    """A cut by whole samples; a traced step cuts by the shares that are in force when it runs."""
+
+    def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
+        super().__init__(shares, micros=micros)
+        with tf.device("CPU:0"):
+            self._edges = tf.Variable(self._list_edges(), trainable=False)
+            self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
+
+    def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
+        """Cut by these weights from the next step on; `micros` count only if there were some from the beginning."""
+        self.weights, self.total = tuple(shares), sum(shares)
+        self.micros = tuple(micros) if self.in_passes else ()
+        self._edges.assign(self._list_edges())
+        self._most.assign(tf.constant(micros or shares, tf.int64))
+
+    def passes(self, device: int, rows: Any) -> Any:
+        """The passes that a device takes for `rows` rows, an int64 scalar tensor."""
+        with tf.device("CPU:0"):
+            return -(-rows // self._most[device])
+
+    def bounds(self, rows: Any) -> list[Any]:
+        """The boundaries of a batch of `rows`: in the graph for a tensor, as they are now for an int."""
+        if isinstance(rows, int):
+            return super().bounds(rows)
+        total = self._edges[-1]
+        edges: list[Any] = tf.unstack((2 * rows * self._edges + total) // (2 * total), len(self.weights) + 1)
+        return edges
+
+    def _list_edges(self) -> Any:
+        return tf.constant([0, *accumulate(self.weights)], tf.int64)
+
+
+def make_changing(cut: Cut, global_batch: int | None, engine: str) -> ChangingCut:
+    """The cut as one that can change while an engine trains; RequestError where it can't."""
+    if engine != "multiworker":
+        raise RequestError(
+            f"engine={engine!r} can't rebalance: its devices wait for each other within a step.",
+            "Leave rebalance out, or start a process for each device with evener launch.",
+        )
+    if global_batch is None:
+        raise RequestError("rebalance=True needs a global batch.", "Give global_batch, or a plan.")
+    return ChangingCut(cut.sizes(global_batch), cut.micros)
+
+
+KEPT_STEPS = 25
+HOST = "CPU:0"
+
+
+class GroupStep(NamedTuple):
+    """A step of the group."""
+
+    number: int
+    rows: int  # of the whole batch
+    began: float  # when it had its rows; seconds since the epoch
+    waiting_s: float  # of this process, from its last gradient until the sum over all
+    own_work_s: tuple[float, ...]  # of each process, until its last gradient
+
+
+class StepSummary(NamedTuple):
+    """Typical times of this process' steps; 0 where nothing was trained yet."""
+
+    work: DeviceTimes
+    step_s: float
+    step_spread: float  # interquartile range over the median
+
+
+class WorkTimes:
+    """The last steps of a group of `size` processes, as the process of this rank sees them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        with tf.device(HOST):
+            self._count = tf.Variable(tf.zeros([], tf.int64), trainable=False)
+            self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 3 + size], tf.float64), trainable=False)
+
+    def now(self, tensors: Sequence[Any]) -> Any:
+        """Seconds since the epoch when these tensors were computed, in the graph."""
+        with tf.control_dependencies(tensors):
+            last = tf.reshape(tensors[-1], [-1])[:1]  # on its device, which computes in order
+        with tf.device(HOST), tf.control_dependencies([tf.identity(last)]):
+            return tf.timestamp()
+
+    def spread(self, own_work_s: Any, kind: Any) -> Any:
+        """A vector that holds this process' figure, and 0 for the others: its sum has all of them."""
+        return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
+
+    def note(self, rows: Any, began: Any, ready: Any, own_works: Any) -> None:
+        """Keep a step: `ready` is when its last own gradient was, `own_works` the summed vector."""
+        waiting = self.now([own_works]) - ready
+        with tf.device(HOST):
+            figures = [tf.cast(each, tf.float64) for each in (rows, began, waiting)]
+            row = tf.concat([tf.stack(figures), tf.cast(own_works, tf.float64)], 0)
+            place = self._count.read_value() % KEPT_STEPS
+            self._kept.scatter_update(tf.IndexedSlices(row, place))
+            self._count.assign_add(1)
+
+    def summarize(self) -> StepSummary:
+        """Summarize the steps that are kept."""
+        steps = self.read()
+        if not steps:
+            return StepSummary(DeviceTimes(), 0.0, 0.0)
+        lengths = [after.began - before.began for before, after in pairwise(steps)]
+        own, waiting = [step.own_work_s[self._rank] for step in steps], [step.waiting_s for step in steps]
+        return StepSummary(sum_up(own, waiting), middle(lengths), spread(lengths))
+
+    def read(self) -> list[GroupStep]:
+        """The last steps, oldest first."""
+        count, kept = int(self._count.numpy()), self._kept.numpy().tolist()
+        steps = []
+        for number in range(max(0, count - KEPT_STEPS), count):
+            rows, began, waiting, *own = kept[number % KEPT_STEPS]
+            steps.append(GroupStep(number, int(rows), began, waiting, tuple(own)))
+        return steps
+
 
 WINDOW_STEPS = 5  # whose median is one figure
 FEWEST_STEPS = 3  # of whole batches in a window

@@ -13,27 +13,21 @@ import tensorflow as tf
 from ..errors import PlanError, RequestError
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
-from ..shares.passes import batch_in_one_pass, largest_pass
-from ..shares.whole_rows import is_ratio
+from ..shares.whole_rows import batch_in_one_pass, is_ratio, largest_pass
 from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
 from . import tf_devices
-from .batch_bounds import Cut
-from .changing_cut import make_changing
-from .compatibility import check_backend, check_model, warn, warn_small_data
-from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays
-from .dealt_arrays import read_lengths
-from .digest import model_digest
-from .engines.group import Group, group_from_environment
-from .engines.keras_step import SingleDevice
-from .engines.mirrored import Mirrored, UnevenMirroredStrategy, distribute
-from .engines.multiworker import Workers
-from .engines.towers import Towers
+from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
+from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
+from .divisions import Cut
 from .fit_hooks import FitHooks
-from .group_shares import check_rebalance, order_by_device
-from .rebalancing import GroupRebalancer
+from .group import Group, check_rebalance, group_from_environment, order_by_device
+from .keras_step import SingleDevice
+from .multiworker import Workers
+from .rebalancing import GroupRebalancer, make_changing
+from .towers import Towers
 
-ENGINES = ("auto", "towers", "mirrored", "multiworker")
+ENGINES = ("auto", "towers", "multiworker")
 ONE_PROCESS = "The plan was measured with a process for each device; this is one process, without TF_CONFIG."
 
 
@@ -75,11 +69,6 @@ class Split:
         if self.engine == "multiworker":
             check_rebalance(rebalance, self.required_group)
         self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
-        if self.engine == "mirrored" and self.cut.in_passes:
-            raise RequestError(
-                "engine='mirrored' can't compute a share in passes, as the plan needs it.",
-                "Use engine='towers' or 'multiworker', or make a plan with evener balance --micro off.",
-            )
         if engine == "auto" and len(self.devices) == 1 and self.group is None and not self.cut.in_passes:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
@@ -94,7 +83,7 @@ class Split:
                 f"TF_CONFIG names {self.group.size} processes, the split {len(self.devices)} devices.",
                 "Start one process for each device.",
             )
-        self.strategy = UnevenMirroredStrategy(list(self.devices)) if self.engine == "mirrored" else None
+        self.survives = True  # a pass that runs out of memory is computed again
         self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
@@ -112,10 +101,7 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The scope in which the model and its optimizer must be made: the mirrored strategy's, or the first device."""
-        if self.strategy is not None:
-            scope: AbstractContextManager[Any] = self.strategy.scope()
-            return scope
+        """The scope in which the model and its optimizer are made: the first device."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
@@ -128,18 +114,11 @@ class Split:
     def model(self, model: Any) -> Any:
         """Make this model train, evaluate and predict over the devices; it is saved and loaded as before."""
         check_model(model)
-        if self.strategy is not None and model.distribute_strategy is not self.strategy:
-            raise RequestError(
-                "engine='mirrored' needs the model to be made in its scope.",
-                "Use split.build(make_model), or make it inside `with split.scope():`.",
-            )
         self._check_against_plan(model)
         self._inputs = getattr(model, "inputs", None) if model.built else None
         plan_batch = self.global_batch if self.plan else None
         engine = self._make_engine(model)
-        FitHooks(
-            engine, self.devices, self.global_batch, self.batches, self.deal, plan_batch, *self._describe_passes()
-        ).attach()
+        FitHooks(engine, self.devices, self.global_batch, self.batches, plan_batch, *self._describe_passes()).attach()
         return model
 
     def _describe_passes(self) -> tuple[int | None, int | None]:
@@ -204,14 +183,10 @@ class Split:
         return arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
 
     def batches(self, arrays: ArrayBatches, endless: bool = False) -> Any:
-        """Batches of arrays in the form that the engine's steps take: whole, dealt to replicas, or own rows."""
+        """Batches of arrays in the form that the engine's steps take: whole, or own rows."""
         if self.engine == "multiworker" and not self._changing:
             return arrays.own_rows(self.cut, self.required_group.rank, endless)
-        return self.deal(arrays.global_batches(endless))
-
-    def deal(self, dataset: Any) -> Any:
-        """A dataset of whole batches in the form that the engine's steps take."""
-        return dataset if self.strategy is None else distribute(self.strategy, dataset, self.cut)
+        return arrays.global_batches(endless)
 
     @property
     def required_group(self) -> Group:
@@ -223,16 +198,17 @@ class Split:
             )
         return self.group
 
-    def _make_engine(self, model: Any) -> SingleDevice | Towers | Mirrored | Workers:
+    def _make_engine(self, model: Any) -> SingleDevice | Towers | Workers:
         match self.engine:
             case "solo":
                 return SingleDevice(model)
-            case "mirrored":
-                return Mirrored(model)
             case "multiworker":
                 group, cut = self.required_group, self._changing
                 rule = None if cut is None else GroupRebalancer(cut, self.rank_shares, group.rank)
-                return Workers(model, self.cut, group, rule)
+                own = describe(self.rank_shares[group.rank]) if self.rank_shares else self.devices[group.rank]
+                workers = Workers(model, self.cut, group, rule, own)
+                workers.limit = workers.limit if self.survives else None
+                return workers
         return Towers(model, self.devices, self.cut)
 
     def _divide(
@@ -308,8 +284,6 @@ def _choose_engine(engine: str, plan: Plan | None, group: Group | None) -> tuple
         return engine, f"engine={engine!r} was requested."
     if group is not None:
         return "multiworker", f"TF_CONFIG names {group.size} processes."
-    if plan is not None and plan.layout.engine == "mirrored":
-        return "mirrored", "The plan was measured with it."
     if plan is not None and plan.layout.engine == "multiworker":
         return "towers", ONE_PROCESS
     return "towers", "One process, and exact for all but BatchNormalization."

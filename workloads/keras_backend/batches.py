@@ -56,7 +56,7 @@ class Stream:
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
                 "Batch by the size that it is called with, from a data set that has at least that many rows.",
             )
-        return split.deal(data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat())
+        return data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat()
 
 
 def pool(sample_batch: SampleBatch) -> Rows:

@@ -1,4 +1,4 @@
-"""The engines of a Keras step at a place: one device, towers, a mirrored strategy, or a process of a group.
+"""The engines of a Keras step at a place: one device, towers, or a process of a group.
 
 Each engine has a `Split` of evener's, so a step is the train function that `fit` runs, on its batches.
 With `--input device` the same step is traced for arguments that lie in the devices' memory already.
@@ -18,14 +18,12 @@ import keras
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.batch_bounds import Cut
-from evener.keras_split.changing_cut import ChangingCut
 from evener.keras_split.compatibility import check_passes
-from evener.keras_split.engines.mirrored import Mirrored
-from evener.keras_split.engines.multiworker import Workers
-from evener.keras_split.engines.towers import Towers
-from evener.keras_split.nested_rows import OwnRows
+from evener.keras_split.keras_step import OwnRows
+from evener.keras_split.multiworker import Workers
+from evener.keras_split.rebalancing import ChangingCut
 from evener.keras_split.split import Split
+from evener.keras_split.towers import Towers
 
 from ..protocol import Place
 
@@ -188,54 +186,6 @@ class TowersEngine(SingleDeviceEngine):
         self._function = tf.function(self.train, input_signature=signature, autograph=False)
 
 
-class MirroredEngine(TowersEngine):
-    """Several devices of this process under a mirrored strategy."""
-
-    name = "mirrored"
-
-    @cached_property
-    def split(self) -> Split:
-        """Over all devices: a strategy can't leave one out."""
-        return Split(devices=self.devices, engine="mirrored")
-
-    def attach(self, model: Any, sample: Any) -> None:
-        """Check the model; sizes differ by replica, so shapes are relaxed when they differ."""
-        model.jit_compile = False
-        self.model = model
-        model.test_on_batch(*sample)  # makes the metrics' variables, which a trace under a strategy can't
-        model.reset_metrics()
-        self.split.model(model)
-        model.make_train_function(force=True)
-        self._replicas = Mirrored(model)
-        self._function = tf.function(self._run, reduce_retracing=True, autograph=False)
-
-    def spans(self, shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> tuple[tuple[int, int], ...]:
-        """The rows of each replica."""
-        if micro:
-            raise RequestError("A mirrored strategy can't compute a share in passes.", "Use --engine towers.")
-        if len(shares) != len(self.devices) or not all(shares):
-            raise RequestError(f"A mirrored strategy can't take the shares {shares}.", "Build it over the others.")
-        self.split.cut = Cut(shares)
-        return tuple(pairwise([0, *accumulate(shares)]))
-
-    def cut(self, batch: Any, spans: Sequence[tuple[int, int]]) -> list[Any]:
-        """The x and y of each replica."""
-        return [slice_rows(batch, *span) for span in spans]
-
-    def step(self, parts: list[Any]) -> Any:
-        """Hand each replica its part, and reduce the logs to the first's."""
-        strategy: Any = self.split.strategy
-        values = strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
-        )
-        return self._function(values)
-
-    def _run(self, values: Any) -> Any:
-        strategy: Any = self.split.strategy
-        logs = strategy.run(self._replicas.train_step, args=(values,))
-        return {name: strategy.experimental_local_results(value)[0] for name, value in logs.items()}
-
-
 class MultiworkerEngine(SingleDeviceEngine):
     """An engine of one process in a group: it computes the rows of this process."""
 
@@ -251,6 +201,7 @@ class MultiworkerEngine(SingleDeviceEngine):
     def split(self) -> Split:
         """A process for each device."""
         split = Split(devices=self.place.peers, engine="multiworker")
+        split.survives = False  # a probe finds what fits
         split.cut = ChangingCut([1] * self.place.world)
         return split
 
@@ -296,7 +247,7 @@ def choose_engine(place: Place) -> SingleDeviceEngine:
         return MultiworkerEngine(place)
     if len(place.devices) == 1:
         return SingleDeviceEngine(place)
-    return MirroredEngine(place) if place.engine == "mirrored" else TowersEngine(place)
+    return TowersEngine(place)
 
 
 def slice_rows(data: Any, start: int, stop: int) -> Any:

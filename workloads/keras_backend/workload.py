@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from evener.keras_split.compatibility import all_layers
-from evener.keras_split.digest import model_digest
+from evener.keras_split.compatibility import all_layers, model_digest
 from evener.keras_split.tf_devices import make_logical_cpus
 
 from ..memory import GpuMemory, MemoryMeter
 from ..protocol import Place
 from .batches import Rows, SampleBatch, Stream, as_arrays, pool
-from .kernel_limits import check_rows
 from .step_engines import SingleDeviceEngine, choose_engine
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
@@ -146,3 +145,34 @@ def configure(place: Place) -> None:
         else:
             whole = tf.config.LogicalDeviceConfiguration(memory_limit=max(1, limit >> 20))
             tf.config.set_logical_device_configuration(gpu, [whole])
+
+
+MOST_ELEMENTS = 2**31 - 1
+
+
+class TooManyElementsError(MemoryError):
+    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit on the batch, as memory is."""
+
+
+def largest_rows(model: Any) -> int | None:
+    """Rows at which the largest input or output of a layer reaches the limit; None where no shape is known."""
+    sizes = [prod(shape) for tensor in _tensors(model) if None not in (shape := tuple(tensor.shape[1:]))]
+    return MOST_ELEMENTS // max(sizes) if sizes and max(sizes) else None
+
+
+def check_rows(model: Any, rows: int) -> None:
+    """TooManyElementsError for more rows on one GPU than TensorFlow's kernels count."""
+    most = largest_rows(model)
+    if most is not None and rows > most:
+        raise TooManyElementsError(
+            f"{rows} samples on one GPU: TensorFlow's kernels count 2^31 elements in a tensor, {most} samples here."
+        )
+
+
+def _tensors(model: Any) -> list[Any]:
+    """The outputs of each layer, also of models within; a layer that was never called has none."""
+    found: list[Any] = []
+    for layer in model._flatten_layers(include_self=False):
+        for node in layer._inbound_nodes:
+            found += node.output_tensors
+    return [tensor for tensor in found if tensor.shape is not None]

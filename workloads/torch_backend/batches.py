@@ -16,10 +16,9 @@ from torch.utils.data import Dataset
 
 from evener.errors import RequestError
 from evener.shares.costs import Work
-from evener.torch_split.dealt_batch import DealtBatch
+from evener.torch_split.batch import DealtBatch, each_item, each_tensor
 from evener.torch_split.fetch import select
 from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
-from evener.torch_split.nested_batch import each_item, each_tensor
 from evener.torch_split.sampler import UnevenBatchSampler
 from evener.training.dealing import Dealer
 

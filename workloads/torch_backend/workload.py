@@ -22,13 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.costs import Cost, RankCost, Work
 from evener.shares.whole_rows import gradient_weight
-from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.model_checks import check_normalization
-from evener.torch_split.model_digest import model_digest
-from evener.torch_split.parts import in_turn, make_parts
-from evener.torch_split.process import fetching_threads
+from evener.torch_split.batch import DealtBatch, make_parts
+from evener.torch_split.ranks import fetching_threads
+from evener.torch_split.retry import Passes
 from evener.torch_split.sampler import UnevenBatchSampler
-from evener.torch_split.wrapped import Exchanged, watch, wrap_module
+from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, watch, wrap_module
 from evener.training.dealing import Dealer
 
 from ..memory import GpuMemory, MemoryMeter
@@ -76,6 +74,7 @@ class TorchWorkload:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the most rows of a pass
+        self._passes = Passes(place.rank, self.device, lambda _: None)
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
@@ -129,7 +128,7 @@ class TorchWorkload:
             rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
             parts = make_parts(batch, rows, self._micro, lambda loss: loss)
             passes = len(parts)
-            for part in in_turn(parts, [self._model], self.device):
+            for part in self._passes.take(parts, [self._model], ()):  # as in a training, which survives
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._scaler.step(optimizer)
         self._scaler.update()

@@ -15,9 +15,9 @@ from keras import layers
 
 from evener.errors import RequestError
 
-from ...datasets import digits, grey_noise, sine_waves, stripes
-from ...protocol import Place, Workload
-from ..workload import KerasWorkload
+from ..datasets import digits, grey_noise, sine_waves, stripes
+from ..protocol import Place, Workload
+from .workload import KerasWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)

@@ -1,4 +1,4 @@
-"""A step's metrics in a group: after each step, every process has those of the whole batch.
+"""Figures of a group's whole batch: its metrics, in every process, and statistics of synchronized layers.
 
 Outputs travel with the sum of the gradients, and each process counts the whole batch, so a metric may do anything with
 its rows. If outputs are too large for that, each counts its own rows, and the states' gains are summed.
@@ -7,28 +7,35 @@ its rows. If outputs are too large for that, each counts its own rows, and the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import keras
 import tensorflow as tf
 
-from ..compatibility import overrides, warn_summed_metrics
-from ..nested_rows import Tensors, pad_rows
-from .keras_step import update_metrics
+from ..errors import RequestError
+from .compatibility import overrides, warn_summed_metrics
+from .group import Group
+from .keras_step import Tensors, pad_rows, update_metrics
 
 LARGEST_ROW = 1 << 16  # bytes of a row's outputs that are sent
 
 
 class StepMetrics:
-    """The metrics of one step, on `size` of its `rows` from `start` on; make it before the model is called on them."""
+    """The metrics of one step, on `size` of its `rows` from `start` on; make it before the model is called on them.
 
-    def __init__(self, model: Any, start: Any, size: Any, rows: Any) -> None:
+    `before` has states by their id whose values have changed since the step began.
+    """
+
+    def __init__(self, model: Any, start: Any, size: Any, rows: Any, before: Mapping[int, Any]) -> None:
         self._model = model
         self._place = start, size, rows
         self._losses = model._compile_loss.metrics if model._compile_loss else []  # of single outputs
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
-        self._gaining = _read(metric for metric in model.metrics if not any(metric is each for each in own))
+        found = _read(metric for metric in model.metrics if not any(metric is each for each in own))
+        self._gaining = [(state, before.get(id(state), value)) for state, value in found]
         self._outputs: Tensors = ()
 
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
@@ -95,3 +102,31 @@ def _pack(outputs: Tensors, leaves: Sequence[Any]) -> Tensors:
         if getattr(leaf, "_keras_mask", None) is not None:
             whole._keras_mask = next(left)
     return keras.tree.pack_sequence_as(outputs, found)
+
+
+NORMALIZATION = keras.layers.BatchNormalization
+
+
+@contextmanager
+def whole_statistics(group: Group, size: Any) -> Iterator[None]:
+    """Synchronized layers take the statistics of all processes' rows, of which `size` of this one's count."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def sum_all(*own: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
+        return group.sum(own), lambda *flows: group.sum(flows)
+
+    own_moments = NORMALIZATION._moments
+
+    def find_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        if not layer.synchronized:
+            return tuple(own_moments(layer, inputs, mask))
+        if mask is not None:
+            raise RequestError(f"{layer.name} can't synchronize statistics of masked steps.", "Leave the mask out.")
+        counts = tf.cast(size > 0, inputs.dtype)  # a filler row doesn't
+        figures = (tf.ones_like(inputs), inputs, tf.square(inputs))
+        rows, total, squares = sum_all(*(counts * tf.reduce_sum(each, layer._reduction_axes) for each in figures))
+        mean = total / rows
+        return mean, tf.maximum(squares / rows - tf.square(mean), 0.0)
+
+    with patch.object(NORMALIZATION, "_moments", find_moments):
+        yield

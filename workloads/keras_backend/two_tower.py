@@ -9,7 +9,8 @@ device, and so do the lookups, as TensorFlow keeps them there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,9 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 
-from ...protocol import Place, Workload
-from ..pipeline_stages import Stage, StagedPass, added
-from ..step_engines import SingleDeviceEngine
-from ..workload import KerasWorkload
+from ..protocol import Place, Workload
+from .step_engines import SingleDeviceEngine
+from .workload import KerasWorkload
 
 PLACEMENTS = ("single", "towers", "alternate")
 TOWERS = ("user", "item")
@@ -179,3 +179,55 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
     ids = (vocabulary * random.random((2, rows, words)) ** (0.5 + 2 * taste)).astype(np.int32)
     ratings = 5 - 4 * np.abs(taste[0] - taste[1])
     return (ids[0], ids[1]), ratings.astype(np.float32)
+
+
+Tensor = Any  # tf.Tensor; TensorFlow is not typed
+Variable = Any  # tf.Variable
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some operations of the model: `call` maps a tensor to a tensor on `device`, using `variables`."""
+
+    device: str
+    call: Callable[[Tensor], Tensor]
+    variables: tuple[Variable, ...] = ()
+
+
+class StagedPass:
+    """A forward pass through a chain of stages, and the backward pass through it."""
+
+    def __init__(self, stages: Sequence[Stage], inputs: Tensor) -> None:
+        self._steps: list[tuple[Stage, Any, Tensor, Tensor]] = []
+        for stage in stages:
+            with tf.device(stage.device), tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(list(stage.variables))
+                if inputs.dtype.is_floating:
+                    tape.watch(inputs)
+                output = stage.call(inputs)
+            self._steps.append((stage, tape, inputs, output))
+            inputs = output
+        self.output = inputs
+
+    def gradients(self, of_output: Tensor) -> Iterator[tuple[Variable, Tensor]]:
+        """Each variable with its gradient, last stage first, given the gradient of the output."""
+        for stage, tape, inputs, output in reversed(self._steps):
+            with tf.device(stage.device):
+                to_inputs = inputs.dtype.is_floating
+                sources = [*([inputs] if to_inputs else []), *stage.variables]
+                found = tape.gradient(output, sources, output_gradients=of_output)
+            if to_inputs:
+                of_output = found.pop(0)
+            yield from zip(stage.variables, found, strict=True)
+
+
+def added(pairs: Sequence[tuple[Variable, Tensor]], variables: Sequence[Variable]) -> list[Tensor]:
+    """The gradient of each variable: the sum of its parts, on the variable's own device."""
+    parts: dict[Any, list[Tensor]] = {variable.ref(): [] for variable in variables}
+    for variable, gradient in pairs:
+        parts[variable.ref()].append(gradient)
+    totals = []
+    for variable in variables:
+        with tf.device(variable.device):
+            totals.append(tf.add_n(parts[variable.ref()]))
+    return totals

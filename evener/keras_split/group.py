@@ -1,4 +1,4 @@
-"""The processes that train one model together, and their sums by NCCL or gRPC.
+"""The processes that train one model together: their sums by NCCL or gRPC, and what they must agree on.
 
 MultiWorkerMirroredStrategy only joins them.
 """
@@ -12,10 +12,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from ...errors import RequestError
-from .early_sums import divide_sums
+from ..errors import RequestError
+from ..plan.file import Share
+from ..training.launched import find_host, launched_device
+from ..training.share_order import RankInfo, check_agreement, check_places
+from .data import array_rows
+from .divisions import divide_sums
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
@@ -147,3 +152,63 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
             "Start the script only where task is one of them.",
         )
     return chiefs + workers, index + (len(chiefs) if kind == "worker" else 0)
+
+
+def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
+    """The place in `active` of each rank's share; in TF_CONFIG's order where no process knows its device.
+
+    Every process calls it. PlanError, in all of them, if not each share has a process of its own.
+    """
+    host = find_host(share.host for share in active)
+    device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    own = [i for i, share in enumerate(active) if share.device == device and host in ("", share.host)]
+    places = [0.0] * group.size
+    places[group.rank] = own[0] + 1.0 if len(own) == 1 else 0.0
+    (summed,) = group.sum_now([tf.constant(places)])
+    found = [int(place) - 1 for place in summed]
+    if max(found) < 0:
+        return tuple(range(group.size))
+    return check_places(active, [None if place < 0 else place for place in found])
+
+
+def check_rebalance(rebalance: bool, group: Group) -> None:
+    """RequestError, in all processes, if `rebalance` isn't the same in all; every process calls it."""
+    (said,) = group.sum_now([tf.one_hot(group.rank, group.size, float(rebalance), 0.0)])
+    check_agreement([RankInfo("", "", options={"rebalance": bool(each)}) for each in said])
+
+
+FEW = 64  # elements of a row that are digested in each step
+MOST = 251  # digests, which any float has exactly
+
+
+def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
+    """A number below `most` that these tensors have, as an int64 scalar tensor."""
+    parts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
+    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), most)
+
+
+def digest_labels(data: Any) -> Any:
+    """A digest of a batch's labels, or of its inputs without labels: every process may change inputs at random."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.device("CPU:0"):
+        leaves = tf.nest.flatten(x if y is None else y, expand_composites=True)
+        return digest([leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1] for leaf in leaves])
+
+
+def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any]) -> None:
+    """RequestError, in every process of a group, unless all have arrays with this first batch, and these settings."""
+    if group is None:
+        return
+    rows = tf.nest.flatten([array[:size] for array in keras.tree.flatten(data)], expand_composites=True)
+    own = digest([*map(tf.convert_to_tensor, rows), tf.constant(repr([size, array_rows(data), *settings]))], 1 << 20)
+    (found,) = group.sum_now([tf.one_hot(group.rank, group.size, tf.cast(own, tf.float32), 0.0)])
+    refuse_other(int(tf.argmax(tf.cast(found != found[0], tf.int32))))
+
+
+def refuse_other(rank: int) -> None:
+    """RequestError for the first process that has other data than rank 0; 0 is none."""
+    if rank:
+        raise RequestError(
+            f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",
+            "Give every process the same data in the same order, as split.data(...) does: each takes its own rows.",
+        )

@@ -16,21 +16,24 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from ...errors import RequestError
-from ..batch_bounds import Cut
-from ..dealt_arrays import DealtArrays, cut_pieces, pad_steps
-from ..nested_rows import Tensors, count_rows, cut_rows, join_rows, take_rows
-from ..part_kinds import PartKinds
+from ..errors import RequestError
+from .compatibility import PartKinds
+from .data import DealtArrays, cut_pieces, pad_steps
+from .divisions import Cut
 from .keras_step import (
+    Tensors,
     apply_gradients,
     call_on_copies,
+    count_rows,
+    cut_rows,
+    join_rows,
     loss_with,
     scale_loss,
+    take_rows,
     update_metrics,
     weigh_added,
 )
-from .layer_state import StateUpdate, StepStates, assign_updates
-from .passes import DevicePasses, PassSums
+from .passes import DevicePasses, PassSums, StateUpdate, StepStates, assign_updates
 
 
 class Tower(NamedTuple):

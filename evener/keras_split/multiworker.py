@@ -7,25 +7,36 @@ gradient of the whole batch, as on one device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ...live.reporter import Details
-from ..batch_bounds import Cut
-from ..loss_kinds import count_all
-from ..nested_rows import OwnRows, Tensors, count_rows, cut_rows, take_rows
-from ..part_kinds import COUNTS, PartKinds
-from ..rebalancing import GroupRebalancer
-from ..same_data import digest_labels, refuse_other
-from ..work_times import WorkTimes
-from .group import Group
-from .group_metrics import StepMetrics
-from .keras_step import apply_gradients, call_model, main_part, part_of_loss, scale_loss
-from .layer_state import StateUpdate, adds_up, assign_updates, change, kinds_of_states
-from .passes import DevicePasses, PassSums
+from ..errors import DeviceError
+from ..live.files import clean
+from ..live.reporter import Details
+from ..training.retreat import PassLimit, Retreat, say
+from .compatibility import COUNTS, PartKinds
+from .divisions import Cut
+from .group import Group, digest_labels, refuse_other
+from .group_metrics import StepMetrics, whole_statistics
+from .keras_step import (
+    OwnRows,
+    Tensors,
+    apply_gradients,
+    call_model,
+    count_rows,
+    cut_rows,
+    main_part,
+    part_of_loss,
+    scale_loss,
+    take_rows,
+)
+from .loss_kinds import count_all
+from .passes import PassSums, StateUpdate, adds_up, assign_updates, change, kinds_of_states
+from .rebalancing import GroupRebalancer, WorkTimes
+from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
@@ -33,22 +44,39 @@ class Workers:
 
     name = "multiworker"
 
-    def __init__(self, model: Any, cut: Cut, group: Group, rebalancing: GroupRebalancer | None = None) -> None:
+    def __init__(
+        self, model: Any, cut: Cut, group: Group, rebalancing: GroupRebalancer | None = None, device: str = ""
+    ) -> None:
         self.model = model
         self.cut = cut
         self.group = group
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(PartKinds)  # of training, of evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
+        self.limit: PassLimit | None = PassLimit(group.rank)  # None: memory that runs out ends the training
+        self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
+        self.lines: list[str] = []  # of the retreats of all processes
+        self._unshared: list[str] = []  # of this one's
+        self._named = device
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
             self._other = tf.Variable(tf.zeros([], tf.int64), trainable=False)  # a rank with other data, if above 0
 
     def after_steps(self, train: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Keras' function that trains some steps, with what comes after them."""
+        """Keras' function that trains some steps, or a surviving step, with what comes after them."""
+        step = SurvivingStep(self, self.limit, self.note_retreat) if self.cut.in_passes else train
 
         def train_and_look(iterator: Any) -> Any:
-            logs = train(iterator)
+            try:
+                logs = step(iterator)
+            except tf.errors.ResourceExhaustedError as error:
+                if self.limit is None or not is_out_of_memory(error):
+                    raise
+                raise DeviceError(
+                    f"Rank {self.group.rank} ran out of memory with {self.cut.weights[self.group.rank]} rows at once:"
+                    f" {describe_memory(self.group.device)}.",
+                    "A share that takes passes would have gone on in smaller ones: set its micro in the plan.",
+                ) from None
             if self.unchecked:
                 self.unchecked = False
                 self.check_data()
@@ -68,7 +96,23 @@ class Workers:
         """This process' details for the monitor; `promised` is the rate that the plan expects, in samples/s."""
         work, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
-        return Details(group.name, group.rank, group.size, promised, step, spread, 0.0, (work,), changes)
+        figures = group.name, group.rank, group.size, promised, step, spread
+        return Details(*figures, times=(work,), changes=changes, retreats=self.retreats, retreat=clean(self.retreat))
+
+    def note_retreat(self, retreat: Retreat) -> None:
+        """A pass ran out of memory, and smaller ones follow."""
+        self.retreats += 1
+        self.retreat = retreat.describe(self._named or self.group.device)
+        self._unshared.append(self.retreat)
+        say(self.retreat)
+
+    def share_retreats(self) -> None:
+        """Give every process the lines of all, for the journal that the first one keeps; all of them call it."""
+        text, self._unshared = "\n".join(self._unshared).encode(), []
+        (lengths,) = self.group.sum_now([tf.one_hot(self.group.rank, self.group.size, float(len(text)), 0.0)])
+        for rank in range(self.group.size):
+            if lengths[rank] > 0:
+                self.lines += self.group.share_text(text, rank).decode().splitlines()
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
@@ -77,7 +121,21 @@ class Workers:
     def train_on_rows(self, own: OwnRows, digest: Any = None) -> dict[str, Any]:
         """The step on rows that are cut already; with the digest of the whole batch, where that may not be the same."""
         began, metrics = self.times.now([own.size]), self._metrics(own)
-        result, starts = (self._run_passes if self.cut.in_passes else self._run)(own)
+        return self._finish(own, digest, began, metrics, *self._run(own))
+
+    def finish_passes(self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums) -> dict[str, Any]:
+        """The rest of a step whose passes are done; `before` has the states by id as they were before them."""
+        own = self.own_rows(data)
+        digest, metrics = None if isinstance(data, OwnRows) else digest_labels(data), self._metrics(own, before)
+        assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
+        shared = [update for update in result.updates if adds_up(update.kind)]
+        starts = [tf.convert_to_tensor(update.state) for update in shared]
+        return self._finish(own, digest, began, metrics, result._replace(updates=shared), starts)
+
+    def _finish(
+        self, own: OwnRows, digest: Any, began: Any, metrics: StepMetrics, result: PassSums, starts: list[Any]
+    ) -> dict[str, Any]:
+        """Sum over the processes, update and count; `starts` are the values of the updated states before the step."""
         part = _part(own)
         changes = [(start, change(each, start, part)) for each, start in zip(result.updates, starts, strict=True)]
         sent = metrics.own(*_own_batch(own, result.outputs))
@@ -89,22 +147,13 @@ class Workers:
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
         states = [(state, kind, tf.identity(state)) for state, kind in self._shared_states()]
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, whole_statistics(self.group, own.size):
             outputs = call_model(model, x, True)
             loss = self._part_of_loss((x, y, outputs, weight), True, own)
             scaled = scale_loss(model, loss)
         gradients = tape.gradient(scaled, list(model.trainable_weights))
         updates = [StateUpdate(state, tf.convert_to_tensor(state), kind) for state, kind, _ in states]
         return PassSums(take_rows(outputs, own.size), loss, gradients, updates), [start for *_, start in states]
-
-    def _run_passes(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run the forward and backward passes of a share that doesn't fit in one."""
-        data = keras.utils.unpack_x_y_sample_weight(own.data)
-        passes = DevicePasses(self.model, self.kinds[True], self.group.device, 0, data, own.size, own.rows)
-        result = passes.run(self.cut.passes(self.group.rank, own.size))
-        assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
-        shared = [update for update in result.updates if adds_up(update.kind)]
-        return result._replace(updates=shared), [tf.convert_to_tensor(update.state) for update in shared]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
         """States that a call assigns and all processes' rows change, with how they add up."""
@@ -163,9 +212,10 @@ class Workers:
         *summed, loss = self.group.sum([*sent, loss])
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
-    def _metrics(self, own: OwnRows) -> StepMetrics:
+    def _metrics(self, own: OwnRows, before: Mapping[int, Any] | None = None) -> StepMetrics:
         with tf.device("CPU:0"):
-            return StepMetrics(self.model, self.cut.bounds(own.rows)[self.group.rank], own.size, own.rows)
+            place = self.cut.bounds(own.rows)[self.group.rank], own.size, own.rows
+        return StepMetrics(self.model, *place, before or {})
 
     def own_rows(self, data: Tensors) -> OwnRows:
         """This process' rows of a whole batch, how many of them count, and the batch's rows."""

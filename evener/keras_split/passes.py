@@ -1,0 +1,258 @@
+"""A device's rows in passes: forward and backward on some of them at a time, gradients and states put together.
+
+The loss of a pass is weighted by its rows, or added, so only means and sums over rows are exact (`refuse_partial`
+refuses others). The passes are a loop in the graph: the device keeps the activations of one pass only, and one trace
+serves any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
+from .keras_step import Tensors, call_on_copies, cut_rows, main_part, part_of_loss, scale_loss, take_rows
+
+CHAINED, ADDED = "chained", "added"
+SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no two draw the same
+
+
+class StateUpdate(NamedTuple):
+    """A state's new value after one device's calls, and how it is put together with the other devices'.
+
+    CHAINED: the next device's call starts from it; ADDED: it is what the calls add to the state; else as measured.
+    """
+
+    state: Any
+    value: Any
+    kind: str
+
+
+class StepStates:
+    """The states of a model over the calls of one step: seeds and metrics continue from device to device.
+
+    So no two devices draw the same numbers, and a metric inside a layer counts the rows of all devices.
+    """
+
+    def __init__(self, model: Any, found: PartKinds) -> None:
+        self._kinds = kinds_of_states(model, found)
+        self._metrics = {id(variable): variable for variable in model.metrics_variables}
+        every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
+        self._variables = list(every.values())
+        self._chained: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def chained(self) -> list[tuple[Any, Any]]:
+        """Variables with the values that the next device starts from instead of theirs."""
+        return list(self._chained.values())
+
+    def pass_starts(self, device: int) -> list[tuple[Any, Any]]:
+        """Every state with the value that a device's first pass starts from: devices don't wait for each other."""
+        starts = []
+        for state in self._variables:
+            value = tf.convert_to_tensor(state)
+            if id(state) in self._metrics:
+                value = tf.zeros_like(value)
+            elif is_seed(state) and device:
+                value += tf.cast([0, device * SEED_STEP], value.dtype)
+            starts.append((state, value))
+        return starts
+
+    def pass_update(self, state: Any, value: Any) -> StateUpdate:
+        """The update of a state by a device's passes."""
+        if id(state) not in self._metrics:
+            return StateUpdate(state, value, self._kinds[id(state)])
+        warn_inner_metric(state)
+        return StateUpdate(state, value, ADDED)
+
+    def after_pass(self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any) -> Any:
+        """A state's value after another pass, on a `part` of the device's rows; all passes but chained ones `start`."""
+        if id(state) in self._metrics:
+            return tf.where(part > 0, new, before)  # a filler row counts in none
+        kind = self._kinds[id(state)]
+        if kind == CHAINED:
+            return new
+        if kind == SAME:
+            return tf.where(first, new, before)
+        return before + (new - start) * tf.cast(main_part(kind, part), new.dtype)
+
+    def starts_anew(self, state: Any) -> bool:
+        """True if every pass starts from a state's value at the start of the step."""
+        return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
+
+    def collect_updates(self, scope: Any, size: Any) -> list[StateUpdate]:
+        """The states that a call in this StatelessScope updated; metrics don't count the filler row of an idle one."""
+        found = []
+        for state in self._variables:
+            new, before = scope.get_current_value(state), self._chained.get(id(state), (state, None))[1]
+            if new is None or new is before:
+                continue
+            metric = id(state) in self._metrics
+            if metric:
+                warn_inner_metric(state)
+                new = tf.where(size > 0, new, tf.convert_to_tensor(state) if before is None else before)
+            update = StateUpdate(state, new, CHAINED if metric else self._kinds[id(state)])
+            if update.kind == CHAINED:
+                self._chained[id(state)] = (state, new)
+            found.append(update)
+        return found
+
+
+def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
+    """Assign the states that the calls updated, each call on this part of the rows.
+
+    Averages are averaged by rows, sums summed; of chained states the last call's value is kept, of others the first's.
+    """
+    found: dict[int, list[tuple[Any, StateUpdate]]] = {}
+    for part, updates in calls:
+        for update in updates:
+            found.setdefault(id(update.state), []).append((part, update))
+    for values in found.values():
+        _, last = values[-1]
+        if last.kind == ADDED:
+            last.state.assign_add(tf.add_n([update.value for _, update in values]))
+        elif last.kind in (CHAINED, SAME):
+            last.state.assign((last if last.kind == CHAINED else values[0][1]).value)
+        else:
+            start = tf.convert_to_tensor(last.state)
+            last.state.assign(start + tf.add_n([change(update, start, part) for part, update in values]))
+
+
+def adds_up(kind: str) -> bool:
+    """True if a state's new value comes from the changes of all devices."""
+    return kind in (ROWS, SUM)
+
+
+def change(update: StateUpdate, start: Any, part: Any) -> Any:
+    """One device's change, on this part of the rows, of a state that adds up by rows or as a sum."""
+    return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
+
+
+def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
+    """The way to put together the values that several devices give to a state, by the state's id."""
+    kinds = {}
+    for place, state in enumerate(model.non_trainable_variables):
+        unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
+        kinds[id(state)] = CHAINED if is_seed(state) else found.states.get(place, unknown)
+    return kinds
+
+
+def is_seed(state: Any) -> bool:
+    """True if random numbers are drawn from a state."""
+    return bool(state.name == "seed_generator_state")
+
+
+HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
+
+
+class PassSums(NamedTuple):
+    """The result of one device's rows."""
+
+    outputs: Tensors  # for all of them
+    loss: Any  # their part of the batch's mean
+    gradients: list[Any]  # of the part of the scaled loss, for each trainable weight; None where it reaches none
+    updates: list[StateUpdate]
+
+
+class DevicePasses:
+    """The passes of one device, the `number`-th of its process; `data` is its (x, y, weight), of which `size` count.
+
+    `rows` are those of the whole batch.
+    """
+
+    def __init__(
+        self, model: Any, found: PartKinds, device: str, number: int, data: Tensors, size: Any, rows: Any
+    ) -> None:
+        self.model = model
+        self.found = found
+        self.device = device
+        self._data = data
+        self._size = size
+        self._rows = rows
+        self._states = StepStates(model, found)
+        self._starts = self._states.pass_starts(number)
+        self._copies = [tf.identity(variable) for variable in model.trainable_variables]
+        self._changed: set[int] = set()  # ids of states that a pass updates
+        self._reached: list[int] = []  # places of the weights that have a gradient
+
+    def run(self, passes: Any) -> PassSums:
+        """Run `passes` passes of nearly one size, one after another; one if the device has no row that counts."""
+        with tf.device(HOST):
+            passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)
+            slots = tf.cast(passes, tf.int32)
+        values = [value for _, value in self._starts]
+        edge = tf.TensorSpec([], tf.int64)
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        one_pass = tf.function(self._run_one, autograph=False).get_concrete_function(edge, edge, specs)
+        outputs, loss, _, _ = one_pass.structured_outputs
+        arrays = [
+            tf.TensorArray(leaf.dtype, slots, infer_shape=False, element_shape=leaf.shape)
+            for leaf in keras.tree.flatten(outputs)
+        ]
+
+        def is_left(number: Any, *_: Any) -> Any:
+            with tf.device(HOST):
+                return number < passes
+
+        def body(number: Any, total: Any, sums: Any, values: Any, arrays: Any) -> tuple[Any, ...]:
+            with tf.device(HOST):
+                after, slot = number + 1, tf.cast(number, tf.int32)
+                start, stop = self._size * number // passes, self._size * after // passes
+            outputs, loss, gradients, values = one_pass(start, stop, values)
+            with tf.device(self.device):
+                leaves = keras.tree.flatten(outputs)
+                arrays = [array.write(slot, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+                sums = [one + other for one, other in zip(sums, gradients, strict=True)]
+                return after, total + loss, sums, values, arrays
+
+        zeros = [tf.zeros_like(self._copies[place]) for place in self._reached]
+        begin = (first, tf.zeros([], loss.dtype), zeros, values, arrays)
+        _, total, sums, values, arrays = tf.while_loop(is_left, body, begin, parallel_iterations=1)
+        joined = keras.tree.pack_sequence_as(outputs, [array.concat() for array in arrays])
+        by_place = dict(zip(self._reached, sums, strict=True))
+        gradients = [by_place.get(place) for place in range(len(self._copies))]
+        return PassSums(joined, total, gradients, self._updates(values))
+
+    def _run_one(self, start: Any, stop: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Outputs, part of the loss, gradients and states of the pass on rows `start` to `stop`."""
+        model = self.model
+        with tf.device(HOST):
+            count = stop - start
+            x, y, weight = cut_rows(self._data, start, stop)
+        with tf.device(self.device), tf.GradientTape(watch_accessed_variables=False) as tape:
+            copies = [tf.identity(copy) for copy in self._copies]
+            tape.watch(copies)
+            states = self._begin(values)
+            outputs, added, regularizers, scope = call_on_copies(model, x, True, copies, states)
+            part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
+            parts = (part, main_part(self.found.loss, part))
+            loss = part_of_loss(model, self.found, [*added, *regularizers], (x, y, outputs, weight), True, parts)
+            scaled = scale_loss(model, loss)
+        with tf.device(self.device):
+            gradients = tape.gradient(scaled, copies)
+            self._reached = [place for place, gradient in enumerate(gradients) if gradient is not None]
+            reached = [tf.convert_to_tensor(gradients[place]) for place in self._reached]
+            return take_rows(outputs, count), loss, reached, self._note(start, count, values, states, scope)
+
+    def _begin(self, values: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The states with what a pass starts from, after passes that left these values."""
+        pairs = zip(self._starts, values, strict=True)
+        return [(state, begin if self._states.starts_anew(state) else value) for (state, begin), value in pairs]
+
+    def _note(self, start: Any, count: Any, values: Sequence[Any], states: Sequence[Any], scope: Any) -> list[Any]:
+        """The states after a pass of `count` rows from `start` that began with `states`, after others' `values`."""
+        part, after = count / tf.maximum(self._size, 1), []
+        for value, (state, begin) in zip(values, states, strict=True):
+            new = scope.get_current_value(state)
+            if new is not begin:
+                self._changed.add(id(state))
+                value = self._states.after_pass(state, value, begin, new, part, start == 0)
+            after.append(value)
+        return after
+
+    def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
+        pairs = zip(self._starts, values, strict=True)
+        return [self._states.pass_update(state, value) for (state, _), value in pairs if id(state) in self._changed]

@@ -1,0 +1,165 @@
+"""A step of a process whose share takes passes, which goes on when memory runs out in one of them.
+
+The passes are one graph, and what sums and updates is another. If the first runs out, states are put back and it is run
+again with more passes, while the other processes wait in the sums of the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from ..errors import DeviceError
+from ..training.retreat import PassLimit, Retreat
+from .compatibility import PartKinds, all_layers, list_normalizations
+from .divisions import Cut
+from .group import Group
+from .keras_step import OwnRows, Tensors, count_rows
+from .passes import DevicePasses, PassSums, StateUpdate
+
+SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")  # in other errors
+TOO_LONG = "larger than max"  # gRPC also says ResourceExhausted of a message
+
+
+class PassEngine(Protocol):
+    """The parts of an engine that a surviving step calls."""
+
+    model: Any
+    cut: Cut
+    group: Group
+    kinds: defaultdict[bool, PartKinds]
+
+    def own_rows(self, data: Tensors) -> OwnRows:
+        """This process' rows of a batch."""
+
+    def finish_passes(self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums) -> dict[str, Any]:
+        """Sum, update and count; `before` has the states by id as they were before the passes."""
+
+
+class SurvivingStep:
+    """Keras' train function for `engine`; with `limit` None, memory that runs out ends the step, as in probes."""
+
+    def __init__(self, engine: PassEngine, limit: PassLimit | None, said: Callable[[Retreat], None]) -> None:
+        self._engine, self._limit, self._said = engine, limit, said
+        self._least = 1 + any(each.trainable for each in list_normalizations(engine.model))  # one row has no statistics
+        self._spec: Any = None  # of the batches that the graphs are for
+        self._compute: Any = None
+        self._finish: Any = None
+        self._states: list[Any] = []  # that a pass may change
+        self._updated: list[tuple[Any, str]] = []  # those that passes return, and their kinds
+        self._reached: list[int] = []  # places of the weights that have a gradient
+
+    def __call__(self, batches: Any) -> Any:
+        """Train on the next batch; its figures."""
+        data = next(batches)
+        self._trace(getattr(batches, "element_spec", None), data)
+        before = [tf.convert_to_tensor(state) for state in self._states]
+        began = tf.timestamp()
+        result = self._run(data, before)
+        try:
+            return self._finish(data, before, began, *result)
+        except Exception as error:
+            if not is_out_of_memory(error) or self._limit is None:
+                raise
+            group = self._engine.group
+            raise DeviceError(
+                f"Rank {group.rank} ran out of memory when it updated the weights: {describe_memory(group.device)}.",
+                "Train on from the last checkpoint, with a smaller model or optimizer, or a plan without this device.",
+            ) from None
+
+    def _run(self, data: Tensors, before: list[Any]) -> Any:
+        """The results of the passes, which take as many tries as they need."""
+        cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
+        size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
+        most = (cut.micros or cut.weights)[rank]
+        if limit is None:
+            return self._compute(data, tf.constant(-(-size // most), tf.int64))
+        limit.begin()
+        while True:
+            passes = max(1, min(-(-size // min(most, limit.most or most)), size // self._least))
+            try:
+                result = self._compute(data, tf.constant(passes, tf.int64))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                limit.settle()
+                return result
+            self._retreat(limit, -(-size // passes), before)
+
+    def _retreat(self, limit: PassLimit, rows: int, before: list[Any]) -> None:
+        began = time.monotonic()
+        for state, value in zip(self._states, before, strict=True):
+            state.assign(value)
+        limit.fail(rows, self._least, describe_memory(self._engine.group.device))
+        smaller = limit.shrink(rows, self._least)
+        self._said(Retreat(limit.step, rows, smaller, time.monotonic() - began, 0))
+
+    def _trace(self, spec: Any, data: Tensors) -> None:
+        """Make both graphs, for batches of this kind and any number of rows."""
+        spec = tf.nest.map_structure(_open_rows, data) if spec is None else spec
+        if spec == self._spec:
+            return
+        number = tf.TensorSpec([], tf.int64)
+        self._compute = tf.function(self._run_passes, autograph=False).get_concrete_function(spec, number)
+        self._states = list_states(self._engine.model)
+        before = [tf.TensorSpec(state.shape, state.dtype) for state in self._states]
+        result = tf.nest.map_structure(
+            lambda each: tf.TensorSpec(each.shape, each.dtype), self._compute.structured_outputs
+        )
+        finish = tf.function(self._finish_step, autograph=False)
+        self._finish = finish.get_concrete_function(spec, before, tf.TensorSpec([], tf.float64), *result)
+        self._spec = spec
+
+    def _run_passes(self, data: Tensors, passes: Any) -> tuple[Any, ...]:
+        engine = self._engine
+        own = engine.own_rows(data)
+        batch = keras.utils.unpack_x_y_sample_weight(own.data)
+        device = engine.group.device
+        found = DevicePasses(engine.model, engine.kinds[True], device, 0, batch, own.size, own.rows).run(passes)
+        self._updated = [(update.state, update.kind) for update in found.updates]
+        self._reached = [place for place, each in enumerate(found.gradients) if each is not None]
+        gradients = [found.gradients[place] for place in self._reached]
+        return found.outputs, found.loss, gradients, [update.value for update in found.updates]
+
+    def _finish_step(
+        self, data: Tensors, before: list[Any], began: Any, outputs: Tensors, loss: Any, gradients: Any, values: Any
+    ) -> dict[str, Any]:
+        by_place = dict(zip(self._reached, gradients, strict=True))
+        every = [by_place.get(place) for place in range(len(self._engine.model.trainable_weights))]
+        pairs = zip(self._updated, values, strict=True)
+        updates = [StateUpdate(state, value, kind) for (state, kind), value in pairs]
+        states = dict(zip(map(id, self._states), before, strict=True))
+        return self._engine.finish_passes(data, states, began, PassSums(outputs, loss, every, updates))
+
+
+def list_states(model: Any) -> list[Any]:
+    """Variables besides trainable weights that a call of the model or its loss may assign, each once."""
+    raw = [each for layer in (model, *all_layers(model)) for each in vars(layer).values()]
+    every = [*model.non_trainable_variables, *model.metrics_variables, *(e for e in raw if isinstance(e, tf.Variable))]
+    return list({id(each): each for each in every}.values())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that memory ran out, in TensorFlow's allocator or in a library that it calls."""
+    if isinstance(error, tf.errors.ResourceExhaustedError):
+        return TOO_LONG not in str(error)
+    return isinstance(error, tf.errors.InternalError | tf.errors.UnknownError) and any(s in str(error) for s in SIGNS)
+
+
+def describe_memory(device: str) -> str:
+    """The use of the device's memory, as a part of a sentence."""
+    if not device.startswith("GPU"):
+        return "the memory of this machine's CPU"
+    held = tf.config.experimental.get_memory_info(device)
+    return "the training holds {:.1f} GiB, at most {:.1f}".format(*(held[each] / 2**30 for each in ("current", "peak")))
+
+
+def _open_rows(leaf: Any) -> Any:
+    """The kind of a tensor with any number of rows."""
+    return None if leaf is None else tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)

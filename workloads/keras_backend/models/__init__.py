@@ -1,1 +1,0 @@
-"""The Keras models that ship with evener."""

@@ -1,0 +1,311 @@
+"""The PyTorch models that ship with evener, but for the one in tiles: classifiers, a stack in halves, a language model.
+
+All data are made in code. Sources are in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from evener.errors import RequestError
+
+from ..datasets import digits, grey_noise, sine_waves, stripes, text_lengths
+from ..protocol import Place, Workload
+from .batches import Data
+from .workload import Lay, Recipe, TorchWorkload
+
+CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
+GROUPS = 8  # of GroupNorm
+DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
+
+
+def classifier(module: nn.Module, learning_rate: float) -> Recipe:
+    """A module that gives logits, with Adam and cross-entropy."""
+    return Recipe(module, torch.optim.Adam(module.parameters(), learning_rate), cross_entropy)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the batch, computed where the logits are."""
+    return F.cross_entropy(logits, labels.to(logits.device, non_blocking=True))
+
+
+def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    """Arrays (x, labels) as tensors; pictures come with their channels last and get them first."""
+    x, labels = (torch.from_numpy(array) for array in batch)
+    return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
+
+
+def lay_for(place: Place, choices: Mapping[str, Lay]) -> Lay | None:
+    """The placement of the model's parts; None for one device. RequestError for an unknown name or too few devices."""
+    if place.placement in ("", "single"):
+        return None
+    if place.placement not in choices:
+        *others, last = ("single", *choices)
+        raise RequestError(f"There is no placement {place.placement!r}.", f"Choose {', '.join(others)} or {last}.")
+    if len(place.devices) < 2:
+        raise RequestError(
+            f"The placement {place.placement} needs 2 devices; it has {len(place.devices)}.",
+            "Name more with --devices.",
+        )
+    return choices[place.placement]
+
+
+def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
+    """Blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(channels):
+        normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), normalise, nn.ReLU(), nn.MaxPool2d(2)]
+    return layers
+
+
+def build_maxer(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place; settings: `learning_rate`."""
+    learning_rate = settings["learning_rate"]
+    return TorchWorkload(place, lambda: classifier(maxer(), learning_rate), lambda rows: as_tensors(grey_noise(rows)))
+
+
+def maxer() -> nn.Sequential:
+    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It never converges."""
+    layers: list[nn.Module] = []
+    before = 1
+    for filters in CONVOLUTIONS:
+        if isinstance(filters, str):
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(before, filters, 3, padding=1), nn.ReLU()]
+            before = filters
+    layers.append(nn.Flatten())
+    before *= 7 * 7
+    for units in DENSE:
+        layers += [nn.Linear(before, units), nn.ReLU()]
+        before = units
+    return nn.Sequential(*layers, nn.Linear(before, 10))
+
+
+def build_mnist(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place, also under nn.DataParallel; settings: `filters`, `dense`, `learning_rate`."""
+    network, learning_rate = (settings["filters"], settings["dense"]), settings["learning_rate"]
+    lay = lay_for(place, {"dataparallel": data_parallel})
+    return TorchWorkload(place, lambda: classifier(mnist(*network), learning_rate), mnist_batch, lay)
+
+
+def mnist(filters: int, dense: int) -> nn.Sequential:
+    """Two convolutions and two dense layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
+    blocks: list[nn.Module] = []
+    for before, after in ((1, filters), (filters, 2 * filters)):
+        blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    head = (nn.Flatten(), nn.Linear(2 * filters * 7 * 7, dense), nn.ReLU(), nn.Linear(dense, 10))
+    return nn.Sequential(*blocks, *head)
+
+
+def mnist_batch(rows: int) -> tuple[Tensor, Tensor]:
+    """Pictures (rows, 1, 28, 28) in 0 to 1 and their digits (rows,)."""
+    return as_tensors(digits(rows))
+
+
+def data_parallel(module: Any, devices: tuple[torch.device, ...]) -> Any:
+    """The module over all devices of one process, every batch cut evenly; RequestError where there are no GPUs.
+
+    On CPUs DataParallel would do nothing.
+    """
+    if devices[0].type != "cuda":
+        raise RequestError(
+            "nn.DataParallel works on GPUs alone; on CPUs it would quietly run on one device.",
+            "On CPU slices, measure the split: it has a process for each.",
+        )
+    return nn.DataParallel(module, device_ids=list(devices))
+
+
+def build_gru(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place; settings: `steps`, `features`, `units`, `layers`, `dense`, `classes`."""
+    shape = {key: settings[key] for key in ("features", "units", "layers", "dense", "classes")}
+    waves = {key: settings[key] for key in ("steps", "features", "classes")}
+    return TorchWorkload(
+        place,
+        lambda: classifier(GruNet(**shape), settings["learning_rate"]),
+        lambda rows: as_tensors(sine_waves(rows, **waves)),
+    )
+
+
+class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """`layers` GRUs of `units`, then a dense layer and logits; its step time is flat up to large batches."""
+
+    def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(features, units, layers, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(units, dense), nn.ReLU(), nn.Linear(dense, classes))
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        """Sequences (samples, steps, features) to logits (samples, classes)."""
+        states, _ = self.recurrent(sequences)
+        logits: Tensor = self.head(states[:, -1])
+        return logits
+
+
+FIRST_CHANNELS = (16, 32)
+SECOND_CHANNELS = (128, 256, 512)
+NORMS = ("group", "batch")
+SMALLEST_SIDE = 32  # five poolings
+
+
+def build_depth(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place; settings: `side`, `classes`, `norm`, `micro_batches`, `learning_rate`."""
+    pieces, side, classes = settings["micro_batches"], settings["side"], settings["classes"]
+    if pieces < 2 or side < SMALLEST_SIDE:
+        raise RequestError(
+            f"torch_depth can't have micro_batches={pieces} and side={side}.",
+            f"micro_batches is 2 or more, side {SMALLEST_SIDE} or more.",
+        )
+    placements: dict[str, Lay] = {"halves": DepthNet.lay, "halves-micro": partial(DepthNet.lay, micro_batches=pieces)}
+    return TorchWorkload(
+        place,
+        lambda: classifier(DepthNet(classes, settings["norm"]), settings["learning_rate"]),
+        lambda rows: as_tensors(stripes(rows, side, classes)),
+        lay_for(place, placements),
+    )
+
+
+class DepthNet(nn.Module):  # type: ignore[misc]
+    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2 with 16, 32 | 128, 256, 512 channels, then a linear head.
+
+    Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is "group", which looks
+    at one sample at a time, or the slides' "batch", which makes micro-batches another model.
+    """
+
+    def __init__(self, classes: int = 10, norm: str = "group") -> None:
+        super().__init__()
+        if norm not in NORMS:
+            raise RequestError(f"torch_depth has no normalisation {norm!r}.", f"Choose {' or '.join(NORMS)}.")
+        self.norm = norm
+        self.first = nn.Sequential(*conv_blocks((3, *FIRST_CHANNELS), norm))
+        self.second = nn.Sequential(*conv_blocks((FIRST_CHANNELS[-1], *SECOND_CHANNELS), norm))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(SECOND_CHANNELS[-1], classes))
+        self._devices: tuple[torch.device, ...] = ()
+        self._micro_batches = 1
+
+    def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
+        """Move the halves to the first two of `devices`; RequestError if they can't work so."""
+        if len(devices) < 2:
+            raise RequestError("The halves of torch_depth need two devices.", "Name two with --devices.")
+        if micro_batches > 1 and self.norm == "batch":
+            raise RequestError(
+                "Batch normalisation over a micro-batch is not that over the batch.",
+                "Take --set norm=group, or the placement halves.",
+            )
+        self._devices, self._micro_batches = tuple(devices[:2]), micro_batches
+        self.first.to(devices[0])
+        self.second.to(devices[1])
+        self.head.to(devices[1])
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, on the device of the second half."""
+        if not self._devices:
+            return self._end(self.first(images))
+        first, second = self._devices
+        outputs = []
+        for piece in images.chunk(self._micro_batches):
+            # nothing here waits: the copy and the second half queue behind this piece, the first half goes on
+            middle = self.first(piece.to(first, non_blocking=True))
+            outputs.append(self._end(middle.to(second, non_blocking=True)))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _end(self, middle: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(middle))
+        return logits
+
+
+PADDING = 0  # the token that is none
+IGNORED = -100  # the target that cross-entropy leaves out
+EXPANSION = 4  # of the width, in a block's dense layer
+
+
+def build_text(place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload at its place; settings: the sizes of `Decoder` and `Texts`, and `learning_rate`."""
+    model = {key: settings[key] for key in ("vocabulary", "longest", "width", "layers", "heads")}
+    texts = {key: settings[key] for key in ("rows", "median", "sigma", "longest", "vocabulary", "seed")}
+    return TorchWorkload(place, lambda: make_recipe(model, texts, settings["learning_rate"]))
+
+
+def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
+    """The model, AdamW, cross-entropy and its texts."""
+    decoder = Decoder(**model)
+    data = Data(Texts(**texts), {"collate_fn": pad_texts})
+    return Recipe(decoder, torch.optim.AdamW(decoder.parameters(), learning_rate), mean_over_tokens, data)
+
+
+class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
+    """Random texts whose `lengths`, in tokens, are lognormal around `median`, at most `longest`."""
+
+    def __init__(self, rows: int, median: float, sigma: float, longest: int, vocabulary: int, seed: int) -> None:
+        self.lengths: list[int] = text_lengths(rows, median, sigma, longest, seed).tolist()
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = torch.randint(1, vocabulary, (longest + 1 + rows,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Tensor:
+        """A token more than its length: each is predicted from those before it."""
+        return self._tokens[row : row + self.lengths[row] + 1]
+
+
+def pad_texts(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (rows, longest of them), padded at the end."""
+    inputs = pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=PADDING)
+    return inputs, pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+
+
+def mean_over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy, the mean over the tokens that aren't padding."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Tokens (rows, length) to the logits (rows, length, vocabulary) of the tokens that follow."""
+
+    def __init__(self, vocabulary: int, longest: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Padding comes last, so no token sees it."""
+        states = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            states = block(states)
+        logits: Tensor = self.head(self.norm(states))
+        return logits
+
+
+class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Attention to the tokens before, then a dense layer, each added to what comes in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dense = nn.Sequential(nn.Linear(width, EXPANSION * width), nn.GELU(), nn.Linear(EXPANSION * width, width))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """States (rows, length, width) to the same shape."""
+        parts = self.attend(self.before(states)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys, values = parts
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        states = states + self.join(seen.transpose(1, 2).flatten(2))
+        added: Tensor = states + self.dense(self.between(states))
+        return added

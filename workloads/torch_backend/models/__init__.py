@@ -1,1 +1,0 @@
-"""The PyTorch models that ship with evener."""
