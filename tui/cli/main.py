@@ -24,7 +24,7 @@ from .options import (
     ThemeOption,
     spread_lists,
 )
-from .streams import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
+from .output import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
 _MODULES = {  # of the commands, in the order of --help
@@ -35,8 +35,9 @@ _MODULES = {  # of the commands, in the order of --help
     "doctor": "machine",
     "monitor": "monitor",
     "launch": "launch",
-    "export": "export",
-    "report": "export",
+    "run": "run",
+    "export": "runs",
+    "report": "runs",
     "runs": "runs",
 }
 
@@ -52,7 +53,7 @@ class _Commands(TyperGroup):
         """The command of that name."""
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
-        module = import_module(f"evener.tui.cli.commands.{_MODULES[cmd_name]}")
+        module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")
         return get_group(module.app).commands[cmd_name]
 
 
@@ -94,11 +95,11 @@ def start(
         _refuse_misplaced(context, context.invoked_subcommand)
         return
     if web or web_control or web_port:
-        from .commands.browser import show_in_browser
+        from .monitor import show_in_browser
 
         look = {"--ascii": ascii_only, "--theme": theme, "--replay": replay}
         raise typer.Exit(show_in_browser(devices, readonly or not web_control, web_port, look))
-    from .commands.monitor import monitor
+    from .monitor import monitor
 
     monitor(devices, readonly=readonly, ascii_only=ascii_only, theme=theme, replay=replay)
 
@@ -138,7 +139,7 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a fault becomes one sentence, never a traceback."""
-    of_script = arguments[:1] == ["launch"]  # most of them
+    of_script = arguments[:1] in (["launch"], ["run"])  # most of them
     as_json = "--json" in arguments and not of_script
     try:
         result = app(

@@ -6,22 +6,24 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from evener.balancer.events import Finished
+from evener.balancer.result.next_steps import find_next_steps
+from evener.balancer.result.words import say_all
 from evener.balancer.session import Session
+from evener.balancer.types import Finding
 from evener.errors import NoLayoutError
 
 from ..signals import handled_signals
 from ..text.formatting import plain
-from ..text.launch_line import launch_hint
 from ..text.progress import Progress
-from .output_files import check_plan_file, check_replaceable
-from .streams import ReaderGoneError, report_fault
+from ..text.tables import json_text
+from .output import ReaderGoneError, check_plan_file, check_replaceable, report_fault
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -34,11 +36,12 @@ def run_session(
     show: Callable[[Session, Finished, Sequence[str]], None],
     export: Path | None,
     as_json: bool,
+    more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
     """Run a session to its end, save its plan to `export`, and `show` the result, given the devices' labels.
 
-    The exit code is 0, or that of the signal that interrupted it. Signals are caught until everything is written, so
-    that none leaves half a file.
+    As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal that interrupted it.
+    Signals are caught until everything is written, so that none leaves half a file.
     """
     if export is not None:
         check_plan_file(export, "--export")
@@ -66,9 +69,14 @@ def run_session(
         try:
             if export is not None:
                 finished.plan.save(export)
-            show(session, finished, progress.devices)
-            if not as_json:
-                _print_next_step(finished, export, progress.state.replayed)
+            measured = progress.state.replayed < finished.plan.search.probes
+            path = "" if export is None else str(export)
+            steps = find_next_steps(finished.run, finished.plan, path, finished.interrupted, measured)
+            if as_json:
+                print(json_text(result_json(finished, steps, more(session, finished, progress.devices))), flush=True)
+            else:
+                show(session, finished, progress.devices)
+                print("".join(f"evener: {plain(step)}\n" for step in say_all(steps)), end="", file=sys.stderr)
         except ReaderGoneError:
             if not caught:
                 raise
@@ -77,24 +85,11 @@ def run_session(
     return caught[0] if caught else 130
 
 
-def _print_next_step(finished: Finished, export: Path | None, replayed: int) -> None:
-    """Print where the plan is, how to go on after an interruption, and that nothing was measured if nothing was."""
-    written = f"plan written to {plain(str(export))}" if export is not None else ""
-    print(f"evener: {written or f'to write the plan: evener export {finished.run} -o plan.toml'}", file=sys.stderr)
-    if hint := launch_hint(finished.plan, str(export or "plan.toml")):
-        print(f"evener: {plain(hint)}", file=sys.stderr)
-    resume = f"evener balance --resume {finished.run}"
-    if finished.interrupted:
-        print(f"evener: to go on: {resume}", file=sys.stderr)
-    elif replayed == finished.plan.search.probes:
-        print(f"evener: the run had ended, and nothing was measured; for more: {resume} --budget +5m", file=sys.stderr)
-
-
-def result_json(finished: Finished, **more: object) -> dict[str, object]:
-    """The result as data: the run, `more`, and the plan."""
+def result_json(finished: Finished, steps: Sequence[Finding], more: Mapping[str, object]) -> dict[str, object]:
+    """The result as data: the run, `more`, the plan, what to do next, and what all sentences say as codes."""
     head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
-    found = msgspec.to_builtins(finished.findings)
-    return {**head, **more, **msgspec.to_builtins(finished.plan), "findings": found}
+    found = {**msgspec.to_builtins(finished.findings), "next": steps}
+    return {**head, **more, **msgspec.to_builtins(finished.plan), "next": say_all(steps), "findings": found}
 
 
 def _write_error(text: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
-from evener.devices.host.network import RENDEZVOUS_PORT, choose_interface
+from evener.devices.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
@@ -46,6 +46,7 @@ class HostJob(msgspec.Struct, frozen=True):
     folder: Path = Path()  # for files of this launch; it ends with it
     reason: str = ""  # of this start, if it isn't the first
     output: tuple[tuple[str, str], ...] = ()  # the files that each process has for standard output and error
+    executable: str = ""  # that takes the command as its arguments, where it isn't for Python
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -93,22 +94,31 @@ class HostJob(msgspec.Struct, frozen=True):
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
         if self.framework == "torch":
             variables |= find_backend(devices[0].kind).show([share.device for share in self.own])
-        return {"variables": variables, "cores": child.cores, "launcher": os.getpid(), "folder": str(self.folder)}
+        launcher = {"launcher": os.getpid(), "folder": str(self.folder)}
+        return {"variables": variables, "cores": child.cores, "executable": self.executable, **launcher}
 
 
 def make_job(
-    path: Path, command: Sequence[str], host: str | None, meeting: str | None, wait_seconds: float = WAIT_SECONDS
+    path: Path,
+    command: Sequence[str],
+    host: str | None,
+    meeting: str | None,
+    wait_seconds: float = WAIT_SECONDS,
+    executable: str = "",
 ) -> HostJob:
-    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here."""
+    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started here.
+
+    With an `executable`, the command is its arguments, and trains with PyTorch.
+    """
     if path.exists() and not path.is_file():
         raise PlanError(f"{path} isn't a file, and each process reads the plan.", "Write the plan to a file.")
     plan = load_plan(path)
-    check_plan(plan, command)
+    check_plan(plan, ["-m", executable] if executable else command)
     active = plan.layout.active
     here = _choose_host(plan, host)
     own = tuple(share for share in active if share.host == here)
     devices = _find_devices(own)
-    framework = _choose_framework(plan, command[0])
+    framework = "torch" if executable else _choose_framework(plan, command[0])
     one_process = framework != "torch" and plan.layout.engine != "multiworker"
     if one_process and len(own) < len(active):
         raise PlanError(
@@ -129,6 +139,7 @@ def make_job(
         processes=arrange(devices, one_process),
         wait_seconds=wait_seconds,
         replaced=Path(os.environ[REPLACED_PLAN]) if os.environ.get(REPLACED_PLAN) else None,
+        executable=executable,
     )
 
 

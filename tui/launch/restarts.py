@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
 import msgspec
 
+from evener.devices.child_environment import child_environment, import_path
+from evener.devices.registry import find_backend
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError
 from evener.plan.check import describe
 from evener.plan.file import Plan, load_plan
-from evener.plan.smaller import leave_out
+from evener.plan.solver import leave_out
 from evener.system.state_folders import new_run_id
-from evener.training.launched import RUN, WANTS_PROCESSES
+from evener.training.launched import DEVICE, RUN, WANTS_PROCESSES
+from evener.training.start_rank import STARTS
 
 from ..signals import caught_signals
 from ..text.formatting import plain
 from . import watcher
-from .children import run_children
-from .ending import Ending
 from .job import HostJob, arrange
-from .output import named_output
-from .working_devices import find_broken
+from .processes import Ending, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
@@ -86,8 +89,8 @@ def _run(first: HostJob, max_restarts: int) -> int:
 
 
 def _start(job: HostJob, restarts_of_agents: int) -> Ending:
-    if job.framework == "torch" and len(job.plan.layout.active) > 1:
-        from .torch_agent import run_agent
+    if job.framework == "torch" and (job.executable or len(job.plan.layout.active) > 1):
+        from .processes import run_agent
 
         return run_agent(job, restarts_of_agents)
     ended = run_children(job)
@@ -101,15 +104,13 @@ def _start(job: HostJob, restarts_of_agents: int) -> Ending:
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     """The training without the broken devices, by a plan of its own. PlanError if the plan has become another."""
     if load_plan(first.path) != first.plan:
-        raise PlanError(f"{first.path} has changed since the training began.", "Launch it anew by the plan of now.")
+        raise PlanError(f"{first.path} has changed since the training began.", "Launch it again with the current plan.")
     if not broken:
         return first
     names = {device.id for device in broken}
     if len(first.hosts) > 1 or len(names) == len(first.own):
         listed = ", ".join(device.label for device in broken)
-        raise DeviceError(
-            f"{listed} computes nothing any more.", "Run evener doctor, and make a plan for what is left."
-        )
+        raise DeviceError(f"{listed} no longer computes.", "Run evener doctor, and make a plan for what is left.")
     plan = leave_out(first.plan, {(first.host, name) for name in names})
     path = first.folder / f"plan-{first.attempt}.toml"
     plan.save(path)
@@ -129,7 +130,7 @@ def _say_changes(before: Plan, after: Plan) -> None:
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
-            what = "computes again" if new.batch else "computes nothing any more and is left out"
+            what = "computes again" if new.batch else "no longer computes and is left out"
             say(f"{describe(new)} {what}: {rows} rows")
 
 
@@ -141,3 +142,39 @@ def compare_rows(before: Plan, after: Plan) -> str:
 def say(words: str) -> None:
     """A line of evener's own among those of the training."""
     print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)
+
+
+CHECK_SECONDS = 10.0  # in which a device has to compute
+POLL_SECONDS = 0.05
+
+
+def find_broken(devices: Sequence[Device], framework: str, caught: Sequence[int]) -> tuple[Device, ...]:
+    """The devices that compute nothing in 10 s; all are tried at the same time. A caught signal ends the search."""
+    checks = [_start_check(device, framework) for device in devices]
+    deadline = time.monotonic() + CHECK_SECONDS
+    while not caught and None in [check.poll() for check in checks] and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    for check in checks:
+        if check.poll() is None:
+            check.kill()
+            with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver can't be ended
+                check.wait(1.0)
+    return tuple(device for device, check in zip(devices, checks, strict=True) if check.returncode != 0)
+
+
+def _start_check(device: Device, framework: str) -> subprocess.Popen[bytes]:
+    child, module = child_environment((device,), framework), find_backend(device.kind).check_module
+    start = {
+        "variables": {**child.variables, DEVICE: device.id},
+        "cores": child.cores,
+        "launcher": os.getpid(),
+        "folder": "",
+    }
+    own = {STARTS: json.dumps([start]), "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "evener.training.start_rank", "-m", module],
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )

@@ -1,4 +1,4 @@
-"""A report's pictures, by matplotlib; text and lines take the colours of a dark or light page."""
+"""A run's report: what its journal says, and the pictures that matplotlib draws of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,106 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from evener.balancer.number_format import percent, rate, write_share
-from evener.errors import RequestError
+import msgspec
 
-from .contents import RunReport
+from evener.balancer import journal
+from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.number_format import percent, rate, write_share
+from evener.balancer.store import runs
+from evener.balancer.types import OutOfMemory, Timed
+from evener.devices.terms import write_limit
+from evener.devices.types import Device
+from evener.errors import RequestError
+from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, PlanLayout
+
+from ..text.formatting import plain
+from ..text.progress import outcome_name
+
+THE_PLAN = "the plan"  # in the ranking
+
+
+class SoloCurve(msgspec.Struct, frozen=True):
+    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not fit."""
+
+    label: str
+    points: tuple[tuple[int, float], ...]
+    wall_batch: int | None
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """A run, ready to be drawn."""
+
+    header: Header
+    labels: tuple[str, ...]
+    plan: Plan
+    verdict: str
+    curves: tuple[SoloCurve, ...]
+    ranking: tuple[Evidence, ...]  # the plan and its rivals, the fastest first
+    seen: tuple[ObservationEntry, ...]
+
+
+def read_report(name: str) -> RunReport:
+    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no plan.
+
+    An unfinished run has the plan of what it measured, as in an export.
+    """
+    found = runs.load_run(name)
+    header, plan = found.header, found.require_plan()
+    record = journal.read(runs.journal_path(header.run))
+    return RunReport(
+        header=header,
+        labels=tuple(_label(device) for device in header.devices),
+        plan=plan,
+        verdict=plain(found.verdict, 1000),
+        curves=tuple(_curve(record, i) for i in range(len(header.devices))),
+        ranking=_ranking(plan),
+        seen=record.seen,
+    )
+
+
+def _label(device: Device) -> str:
+    """A device's label with its limit, as in the plan's table."""
+    return f"{device.label} @{limit}" if (limit := plain(write_limit(device.limit), 32)) else device.label
+
+
+def _curve(record: Record, position: int) -> SoloCurve:
+    points: dict[int, float] = {}
+    failed: list[int] = []
+    for entry in record.seen:
+        layout = entry.seen.probe.layout
+        if not layout.traits.alone or layout.active != (position,) or layout.knobs or layout.length:
+            continue
+        if isinstance(entry.seen, Timed):
+            points[layout.global_batch] = max(entry.seen.samples_per_second, points.get(layout.global_batch, 0.0))
+        elif isinstance(entry.seen, OutOfMemory):
+            failed.append(layout.global_batch)
+    label = _label(record.header.devices[position])
+    return SoloCurve(label, tuple(sorted(points.items())), min(failed, default=None))
+
+
+def _ranking(plan: Plan) -> tuple[Evidence, ...]:
+    """The plan and its rivals, without the solos, which are in the curves, and without a second name of one of them."""
+    own = [rival for rival in plan.evidence if rival.layout.batches == plan.layout.batches and rival.gain is None]
+    rivals = [
+        msgspec.structs.replace(rival, name=plain(rival.name, 40))
+        for rival in plan.evidence
+        if not rival.name.startswith(SOLO_PREFIX) and rival.name != LARGER_BATCH and rival not in own
+    ]
+    bars = [Evidence(THE_PLAN, plan.layout, plan.throughput), *rivals]
+    return tuple(sorted(bars, key=lambda bar: bar.throughput.samples_per_second, reverse=True))
+
+
+def write_layout(layout: PlanLayout, header: Header) -> str:
+    """The devices of a layout with their shares: GPU:0[820] + GPU:1[568]."""
+    parts = zip(header.devices, layout.share, strict=True)
+    where = " + ".join(f"{each.label}[{write_share(share.batch, share.micro)}]" for each, share in parts if share.batch)
+    return f"{layout.processes} x {where}" if layout.processes > 1 else where
+
+
+def start_of(entry: ObservationEntry) -> float:
+    """The start of a probe on the session's clock, in seconds."""
+    return max(0.0, entry.at_seconds - entry.seen.elapsed_seconds)
+
 
 INK, LINES = "#010203", "#040506"  # placeholders for the page's colours
 PAPER_LINES = "#d0d4d9"  # on white
@@ -76,7 +172,7 @@ def draw_ranking(report: RunReport, axes: Axes) -> None:
     values = [figure.samples_per_second for figure in figures]
     low = [figure.samples_per_second - figure.low for figure in figures]
     high = [figure.high - figure.samples_per_second for figure in figures]
-    colours = [SERIES[1] if bar.chosen else SERIES[0] for bar in report.ranking]
+    colours = [SERIES[1] if bar.name == THE_PLAN else SERIES[0] for bar in report.ranking]
     rows = range(len(values))
     bars = axes.barh(rows, values, xerr=(low, high), color=colours, height=0.6, ecolor=INK, capsize=3)
     axes.bar_label(bars, [rate(value) for value in values], padding=4, color=INK, fontsize=8)
@@ -89,15 +185,15 @@ def draw_ranking(report: RunReport, axes: Axes) -> None:
 def draw_timeline(report: RunReport, axes: Axes) -> None:
     """Draw when each device was probed, coloured by stage; failures are hatched."""
     seen: set[str] = set()
-    for span in report.spans:
-        failed = span.outcome != "timed"
-        colour = FAILED if failed else STAGES.get(span.stage, SERIES[5])
-        label = span.outcome if failed else span.stage
-        for lane in span.lanes:
+    for entry in report.seen:
+        failed, probe, start = not isinstance(entry.seen, Timed), entry.seen.probe, start_of(entry)
+        colour = FAILED if failed else STAGES.get(probe.stage, SERIES[5])
+        label = outcome_name(entry.seen) if failed else probe.stage
+        for lane in probe.layout.active:
             axes.barh(
                 lane,
-                max(span.stop - span.start, 1e-3),
-                left=span.start,
+                max(entry.at_seconds - start, 1e-3),
+                left=start,
                 height=0.5,
                 color=colour,
                 edgecolor=INK,
@@ -134,7 +230,7 @@ def draw_svg(report: RunReport, draw: Draw) -> str:
 def save_sheet(report: RunReport, form: str) -> bytes:
     """All pictures on one sheet: png on white; svg for a dark or a light viewer."""
     figure = figure_module().Figure(figsize=(13, 8.5), layout="constrained")
-    figure.suptitle(f"evener run {report.run}: {report.workload}", color=INK)
+    figure.suptitle(f"evener run {report.header.run}: {report.header.workload}", color=INK)
     for (title, draw), axes in zip(PICTURES, figure.subplots(2, 2).flat, strict=True):
         _draw(report, draw, axes, LINES if form == "svg" else PAPER_LINES)
         axes.set_title(title, color=INK, fontsize=10)

@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from evener.balancer.number_format import percent, rate, write_share
+from evener.balancer.number_format import duration, percent, rate, write_share
 from evener.errors import RequestError
+from evener.plan.file import Evidence, Throughput
 from evener.system.whole_files import write_atomically
 
-from ..text.formatting import duration, energy_cells, unbroken
-from .contents import RankedLayout, RunReport, read_report
+from ..text.formatting import energy_cells, plain, unbroken
+from ..text.progress import layout_words, outcome_words
 from .figures import (
     PICTURES,
+    RunReport,
     draw_ranking,
     draw_shares,
     draw_svg,
     draw_throughput,
     draw_timeline,
     figure_module,
+    read_report,
     save_sheet,
+    start_of,
+    write_layout,
 )
 
 REPORT_FORMATS = (".html", ".png", ".svg")
@@ -51,9 +56,9 @@ def save_report(name: str, output: Path) -> None:
 
 def html_page(report: RunReport) -> str:
     """The whole page."""
-    title = f"evener run {report.run}"
+    title = f"evener run {report.header.run}"
     parts = [
-        f"<h1>{escape(title)}: {escape(report.workload)}</h1>",
+        f"<h1>{escape(title)}: {escape(report.header.workload)}</h1>",
         f'<p class="verdict">{unbroken(escape(report.verdict))}</p>',
         *(f"<p>Warning: {unbroken(escape(words))}</p>" for words in report.plan.warnings),
         _shares(report),
@@ -84,8 +89,13 @@ def _own_names(svg: str, number: int) -> str:
 
 def _shares(report: RunReport) -> str:
     rows = [
-        (label, name, write_share(share.batch, share.micro) if share.batch else "left out", f"{share.ratio:.3f}")
-        for label, name, share in zip(report.labels, report.names, report.plan.layout.share, strict=True)
+        (
+            label,
+            plain(share.name, 60),
+            write_share(share.batch, share.micro) if share.batch else "left out",
+            f"{share.ratio:.3f}",
+        )
+        for label, share in zip(report.labels, report.plan.layout.share, strict=True)
     ]
     layout = report.plan.layout
     kind = f"{layout.kind}{f', {layout.processes} trainings' if layout.processes > 1 else ''}"
@@ -104,7 +114,12 @@ def _curves(report: RunReport) -> str:
 
 
 def _probes(report: RunReport) -> str:
-    rows = [(f"{span.start:.1f}", f"{span.stop:.1f}", span.stage, span.layout, span.result) for span in report.spans]
+    labels = [device.label for device in report.header.devices]
+    rows = []
+    for entry in report.seen:
+        probe, result = entry.seen.probe, plain(outcome_words(entry.seen, labels))
+        times = f"{start_of(entry):.1f}", f"{entry.at_seconds:.1f}"
+        rows.append((*times, probe.stage, plain(layout_words(probe.layout, labels)), result))
     return _table(("from s", "to s", "stage", "layout", "result"), rows, numbers_from=9)
 
 
@@ -114,27 +129,32 @@ def _ranking(report: RunReport) -> str:
     rows = [
         (
             bar.name,
-            bar.where,
+            write_layout(bar.layout, report.header),
             *((rate(bar.throughput.tokens_per_second), percent(bar.throughput.padding, 1)) if heads else ()),
             rate(bar.throughput.samples_per_second),
             f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}",
-            *(_energy(bar) if energy else ()),
-            f"{bar.step_seconds * 1000:.2f}",
+            *(_energy(bar.throughput) if energy else ()),
+            _step_milliseconds(bar),
         )
         for bar in report.ranking
     ]
     return _table(("layout", "where", *heads, "samples/s", "95 % interval", *energy, "step ms"), rows, numbers_from=2)
 
 
-def _energy(bar: RankedLayout) -> tuple[str, str, str]:
-    figure = bar.throughput
+def _energy(figure: Throughput) -> tuple[str, str, str]:
     return energy_cells(figure.samples_per_second, figure.active_watts, figure.idle_watts)
+
+
+def _step_milliseconds(bar: Evidence) -> str:
+    """The time of one optimizer step."""
+    rate = bar.throughput.samples_per_second
+    return f"{bar.layout.global_batch * bar.layout.processes / rate * 1000 if rate else 0.0:.2f}"
 
 
 def _facts(report: RunReport) -> str:
     plan = report.plan
     rows = [
-        ("made", report.created),
+        ("made", report.header.created),
         ("probes", f"{plan.search.probes}, {plan.search.out_of_memory} out of memory"),
         ("time", duration(plan.search.seconds)),
         ("ended", plan.search.why_stopped),

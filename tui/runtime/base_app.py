@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.message_pump import MessagePump
 from textual.reactive import var
 
-from evener.balancer.event_thread import EventThread
+from evener.balancer.events import EventThread
 from evener.balancer.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
 from evener.devices.types import Device, DeviceSample, Snapshot
@@ -24,7 +24,6 @@ from evener.errors import EvenerError
 
 from ..text.formatting import plain
 from ..view.marks import ASCII, UNICODE, Marks
-from .probe_session import ProbeSession
 from .session_thread import SessionEnded, SessionReported, SessionThread
 from .snapshot_publisher import SnapshotPublisher
 
@@ -44,8 +43,8 @@ class Sampled(Message):
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
-    from evener.balancer.families.registry import FAMILIES
-    from evener.balancer.intake.comparison import take_in_comparison
+    from evener.balancer.comparison import take_in_comparison
+    from evener.balancer.families import FAMILIES
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
@@ -102,6 +101,8 @@ class BaseApp(App[int]):
 
     def start_probe(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
         """Time these batches, one for each device, unless a session is running."""
+        from .sessions import ProbeSession
+
         self._start(lambda: ProbeSession(request, batches), devices, request.workload or "")
 
     def _start(

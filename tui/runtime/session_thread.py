@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
+import platform
+import tempfile
 import threading
+import time
+import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from textual.message import Message
 
-from evener.balancer.event_thread import EventThread
-from evener.balancer.events import Event, ProbeProgress
+from evener.balancer.events import Event, EventThread, ProbeProgress
 from evener.errors import EvenerError
-
-from .crash_log import write_crash_log
+from evener.system.state_folders import make_private
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever
@@ -93,3 +97,21 @@ class SessionThread:
         except Exception as error:  # a bug becomes a sentence on the screen, with its traceback kept
             fault, remedy = f"The session crashed: {error!r}.", f"The traceback is in {write_crash_log(error)}."
         self._post(SessionEnded(self.source, fault, remedy))
+
+
+def write_crash_log(error: BaseException) -> Path | None:
+    """Write the traceback to a new file and return its path; None if no file can be written."""
+    import platformdirs
+
+    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    text = f"evener on Python {platform.python_version()}, {platform.platform()}\n\n"
+    text += "".join(traceback.format_exception(error))
+    for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
+        with suppress(OSError):
+            make_private(folder)
+            path = folder / name
+            # new and private: in a shared folder, an existing name could be another user's link
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+                stream.write(text)
+            return path
+    return None

@@ -11,7 +11,7 @@ from evener.devices.listing import visible_devices
 from evener.devices.recording import Recording
 from evener.devices.registry import find_backend
 from evener.devices.sampler import Sampler
-from evener.devices.simulated.source import SimulatedSource
+from evener.devices.simulated import SimulatedSource
 from evener.devices.types import Device
 
 

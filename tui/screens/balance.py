@@ -12,11 +12,10 @@ from textual.widgets import ContentSwitcher
 from evener.balancer.session_state import SessionState
 
 from ..widgets.balance import BalanceView, LanePanel
-from ..widgets.choices import Ticks
+from ..widgets.lists import Ticks
 from .base import PanelScreen
 from .dialogs import confirm
-from .export import plan_dialog
-from .run_dialogs import RunActions, errors_file
+from .run_dialogs import RunActions, errors_file, plan_dialog
 from .setup import Setup
 
 

@@ -1,8 +1,8 @@
-"""Dialogs over a screen: their frame, a page of text, and a question before something that can't be undone."""
+"""Dialogs over a screen: a page of text, a question before what can't be undone, a line to type, a signal to send."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from textual.app import App, ComposeResult
@@ -12,10 +12,13 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Input
 
+from evener.devices.processes import send_signal
+from evener.devices.types import ProcessSample
 from evener.errors import EvenerError
 
 from ..runtime.base_app import UsesApp
-from ..view.cells import Line, Span, clean, line, wrap
+from ..text.formatting import plain
+from ..view.cells import Line, Span, cut, line, wrap
 from ..widgets.lines import Lines
 
 AnswerT = TypeVar("AnswerT")
@@ -107,7 +110,7 @@ class ConfirmDialog(Dialog[bool]):
 
     def on_mount(self) -> None:
         """Show the question, and focus the harmless button."""
-        rows = wrap(clean(self._question), self.text_width, 8)
+        rows = wrap(plain(self._question), self.text_width, 8)
         self.query_one(Text).show([*(line(Span(row)) for row in rows), line()])
         self.query_one("#no").focus()
 
@@ -140,7 +143,7 @@ class FieldDialog(Dialog[bool]):
 
     def tell(self, text: str, *, bad: bool = False) -> None:
         """Say this below the line."""
-        rows = wrap(clean(text), self.text_width, 8)
+        rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show([line(Span(row, "bad" if bad else "dim")) for row in rows])
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -157,3 +160,77 @@ class FieldDialog(Dialog[bool]):
     async def take(self, text: str) -> bool:
         """Do what the line says, and whether that is all; EvenerError says what is wrong with it."""
         raise NotImplementedError
+
+
+MOST_NAMED = 8  # processes; the others are counted
+_MEANINGS = {
+    "INT": "like Ctrl-C: most trainings save and stop",
+    "TERM": "asks the process to end",
+    "KILL": "ends it at once; nothing is saved",
+}
+
+
+class SignalDialog(Dialog[None]):
+    """Asks which signal to send."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("i", "choose('INT')", "Interrupt"),
+        Binding("t", "choose('TERM')", "Terminate"),
+        Binding("k", "choose('KILL')", "Kill"),
+        Binding("right", "app.focus_next", "Next", show=False),
+        Binding("left", "app.focus_previous", "Previous", show=False),
+    ]
+
+    def __init__(self, chosen: Sequence[ProcessSample]) -> None:
+        super().__init__("Send a signal")
+        self._chosen = tuple({(each.pid, each.start_time): each for each in chosen}.values())  # once, on all devices
+
+    def content(self) -> Iterable[Widget]:
+        """The processes, what each signal means, a button for each."""
+        yield Text()
+        with Horizontal():
+            yield Button("Cancel", id="cancel", compact=True)
+            for name in _MEANINGS:
+                yield Button(name, id=name, compact=True)
+
+    def on_mount(self) -> None:
+        """Show which processes they are."""
+        named = [self._process_line(row) for row in self._chosen[:MOST_NAMED]]
+        if len(self._chosen) > MOST_NAMED:
+            named.append(line(Span(f"and {len(self._chosen) - MOST_NAMED} more", "dim")))
+        signals = [
+            line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
+            for name, text in _MEANINGS.items()
+        ]
+        self.query_one(Text).show([*named, line(), *signals, line()])
+        self.query_one("#cancel").focus()
+
+    def _process_line(self, row: ProcessSample) -> Line:
+        head = Span(f"{row.pid} ", "strong"), Span(f"{plain(row.user)} {plain(row.device_label)} ")
+        room = max(1, self.text_width - sum(len(span.text) for span in head))
+        return line(*head, Span(cut(plain(row.command), room, self.evener.marks.ellipsis), "dim"))
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Continue with the chosen signal."""
+        if event.button.id in _MEANINGS:
+            self.action_choose(event.button.id)
+        else:
+            self.dismiss(None)
+
+    def action_choose(self, name: str) -> None:
+        """Ask for confirmation."""
+        first = self._chosen[0]
+        what = f"process {first.pid} ({cut(plain(first.command), 120)}) of {plain(first.user)}"
+        if len(self._chosen) > 1:
+            what = f"{len(self._chosen)} processes: {', '.join(str(row.pid) for row in self._chosen)}"
+        self.app.push_screen(
+            ConfirmDialog("Are you sure?", f"Send SIG{name} to {what}?", f"Send {name}"),
+            lambda yes: self._send(name, yes),
+        )
+
+    def _send(self, name: str, confirmed: bool | None) -> None:
+        for row in self._chosen if confirmed else ():
+            with self.evener.saying_faults():
+                send_signal(row, name)
+                self.evener.say(f"SIG{name} was sent to process {row.pid}.")
+        self.dismiss(None)

@@ -14,8 +14,9 @@ from textual.events import DescendantFocus
 from textual.widget import Widget
 from textual.widgets import Button, Input, Static
 
-from evener.balancer.families.registry import FAMILIES
-from evener.balancer.objectives.registry import OBJECTIVES, find_objective
+from evener.balancer.families import FAMILIES
+from evener.balancer.number_format import size
+from evener.balancer.objectives import OBJECTIVES, find_objective
 from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
 from evener.balancer.search.layouts import LayoutOptions
 from evener.devices.registry import find_backend
@@ -24,7 +25,7 @@ from evener.errors import EvenerError, RequestError
 from evener.workloads import registry
 
 from ..runtime.base_app import UsesApp
-from ..text.formatting import size
+from ..text.formatting import plain
 from ..text.parsing import (
     REQUEST_HELP,
     make_request,
@@ -33,11 +34,10 @@ from ..text.parsing import (
     request_fields,
     select_devices,
 )
-from ..view.cells import Span, clean, cut, line, text_lines
+from ..view.cells import Span, cut, line, text_lines
 from ..view.devices import short_name
-from ..widgets.choices import OneOf, Ticks
 from ..widgets.lines import Lines
-from ..widgets.lists import ListPanel
+from ..widgets.lists import ListPanel, OneOf, Ticks
 
 _OWN = "your own"
 SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"
@@ -221,7 +221,7 @@ class Setup(UsesApp, VerticalScroll):
         else:
             row = field.chosen if isinstance(field, Ticks) else None
             text = row[1] if row is not None else _HINTS.get(getattr(field, "id", None) or "", "")
-            shown = cut(clean(text), max(1, room - 2), self.evener.marks.ellipsis)
+            shown = cut(plain(text), max(1, room - 2), self.evener.marks.ellipsis)
             problem.show([line(Span(f" {shown}", "dim"))])
         self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
 

@@ -13,34 +13,6 @@ NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
-def duration(seconds: float) -> str:
-    """A time in short: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-
-
-def size(count: float) -> str:
-    """Bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
-
-
-def count_words(count: int) -> str:
-    """A count with its thousands set apart: 12 040."""
-    return f"{count:,}".replace(",", " ")
-
-
 def note_words(note: str, tags: Iterable[str]) -> str:
     """A run's tags and note on one line."""
     return " ".join((*(f"#{tag}" for tag in tags), note)).strip()

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.objectives.registry import OBJECTIVES, SPEED, find_objective, that_trade_speed
+from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, that_trade_speed
 from evener.balancer.request import Request
-from evener.devices.limits import write_limit
 from evener.devices.registry import find_backend
+from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
 
@@ -26,7 +26,7 @@ REQUEST_HELP = {
     "precision": "float32, mixed_bfloat16 or mixed_float16.",
     "xla": "Compile the training step with XLA.",
     "inputs": "Where batches come from: host memory, as in training, or the device itself.",
-    "engine": "How TensorFlow synchronises a split: auto, towers, mirrored or multiworker.",
+    "engine": "How TensorFlow synchronises a split: auto, towers or multiworker.",
     "share": "Run even if another session is using the devices.",
     "seed": "Random seed; the same seed makes the same choices.",
     "global_batch": "Fixed number of samples per step.",
@@ -34,8 +34,8 @@ REQUEST_HELP = {
     "multiple_of": "Make every share a multiple of this number.",
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
     "objective": f"What to maximise; {'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}.",
-    "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
-    "budget": "Most time to spend on measuring, like 90s or 5m; none: no limit.",
+    "max_slowdown": "The most that the most efficient layout may be slower than the fastest. Default: 10%.",
+    "budget": "Longest time to measure, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
 }
@@ -140,7 +140,7 @@ def parse_budget(text: str) -> float | None:
 def check_one_form(form: str, as_json: bool) -> None:
     """RequestError if a table in another form and JSON are both asked for."""
     if as_json and form != "table":
-        raise RequestError(f"--json and --format {form} are two forms of one answer.", "Give one of them.")
+        raise RequestError(f"--json and --format {form} can't be combined.", "Give one of them.")
 
 
 def parse_duration(text: str, name: str) -> float:

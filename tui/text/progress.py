@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.events import Event, Observed, ProbeProgress, Started
-from evener.balancer.number_format import half_width, percent, rate, write_share
+from evener.balancer.number_format import duration, half_width, percent, rate, write_share
 from evener.balancer.session_state import SessionState, advance, seconds_left
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 
-from .formatting import duration, plain
+from .formatting import plain
 
 DOUBTS = {  # about one measurement, behind its figure
     "not_finite": "loss not finite",
     "slow_start": "still warming up",
     "drift": "speed drifting",
-    "noisy": "steps vary much",
-    "too_short": "timed too shortly",
+    "noisy": "steps vary a lot",
+    "too_short": "timed too briefly",
     "throttled": "steps held back",
     "capped": "at the power limit",
     "disturbed": "other work on the CPU",

@@ -7,19 +7,20 @@ from typing import Any
 
 import msgspec
 
-from evener.balancer.families.family import MODES
-from evener.balancer.layout_profile import LayoutProfile
-from evener.balancer.number_format import half_width, percent, rate
+from evener.balancer.families import MODES
+from evener.balancer.manual_run import LayoutProfile
+from evener.balancer.number_format import half_width, percent, rate, size
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.result.layout_names import name_all
+from evener.balancer.result.layout_names import describe_all
 from evener.balancer.result.verdict import waiting_share
+from evener.balancer.result.words import say_all
 from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
 from evener.workloads.profiling import Transfer
 
-from .formatting import energy_cells, plain, size
+from .formatting import energy_cells, plain
 from .progress import outcome_name, share_words
 from .tables import Table
 
@@ -41,7 +42,7 @@ def ranking_table(found: Search, labels: Sequence[str]) -> Table:
         ("layout", "where", *counts, "samples/s", "±", *energy, "step ms", "waiting", "against the winner", "turns")
     ]
     standings = found.ranking()
-    titles = name_all([one.candidate for one in standings], len(labels))
+    titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
     for title, one, power in zip(titles, standings, drawn, strict=True):
         waiting = waiting_share(found.turns(one.candidate.layout)) if len(one.candidate.layout.active) > 1 else None
         rows.append(
@@ -129,7 +130,7 @@ def scaling_table(found: Search) -> Table:
 def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
     """The ranking as data; the keys' names contain the units."""
     standings = found.ranking()
-    titles = name_all([one.candidate for one in standings], len(labels))
+    titles = say_all(describe_all([one.candidate for one in standings], len(labels)))
     return {
         "layouts": [
             {"name": title, **_standing_json(found, one)} for title, one in zip(titles, standings, strict=True)

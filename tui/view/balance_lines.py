@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evener.balancer.number_format import percent, rate, relative_error
+from evener.balancer.number_format import duration, percent, rate, relative_error
 from evener.balancer.result.gains import write_gain
 from evener.balancer.result.layout_names import list_samples
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
 
-from ..text.formatting import duration
+from ..text.formatting import plain
 from ..text.progress import layout_words, left_words, outcome_words, share_words
-from .cells import Line, Span, Tone, clean, cut, device_tone, line, pad, span_cells, text_lines, wrap
+from .cells import Line, Span, Tone, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from .charts import bar
 from .marks import Marks
 
@@ -197,7 +197,7 @@ def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line
 
 def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
     mark, tone = _mark(seen, marks)
-    what = clean(outcome_words(seen, state.devices, marks.plus_minus))
+    what = plain(outcome_words(seen, state.devices, marks.plus_minus))
     head = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{seen.probe.stage:<6}"))
     room = width - span_cells(head) - 2
     texts = [layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)]
@@ -218,7 +218,7 @@ def warning_lines(warnings: Sequence[str], width: int, marks: Marks, most: int |
     rows = [
         (marks.alarm if not place else " ", row)
         for warning in warnings
-        for place, row in enumerate(wrap(clean(warning), max(4, width - 4), 3))
+        for place, row in enumerate(wrap(plain(warning), max(4, width - 4), 3))
     ]
     if most is not None and len(rows) > most:
         rows = rows[: max(0, most)]

@@ -103,11 +103,6 @@ def fit(text: str, width: int, align: Literal["left", "right"] = "left", ellipsi
     return shown + blank if align == "left" else blank + shown
 
 
-def clean(text: str, limit: int = 500) -> str:
-    """Text from a process, a driver or a file, made safe for a terminal."""
-    return plain(text, limit)
-
-
 def span_cells(spans: Iterable[Span]) -> int:
     """Terminal cells that the spans take together."""
     taken = 0
@@ -175,7 +170,7 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
 
 def text_lines(text: str, width: int, most: int, tone: Tone = "text", indent: int = 1) -> tuple[Line, ...]:
     """Any text, made safe, as at most `most` lines that are broken between words and indented."""
-    rows = wrap(clean(text, 2000), max(4, width - indent - 1), most)
+    rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
@@ -184,7 +179,7 @@ def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
     rows: list[str] = []
     for given in text.splitlines():
         taken, start = 0, 0
-        shown = clean(given.expandtabs(4), len(given) * 4)
+        shown = plain(given.expandtabs(4), len(given) * 4)
         for place, sign in enumerate(shown):
             taken += _sign_cells(sign)
             if taken > max(2, width):

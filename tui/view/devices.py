@@ -1,9 +1,9 @@
-"""The device table: one row per device, every metric at every width, and the reason where one has no value."""
+"""The device table: a row per device, those of a cluster below their hosts, and why a figure is missing."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +11,8 @@ import msgspec
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
 
-from .cells import Line, Span, Tone, cells, clean, cut, pad, span_cells
+from ..text.formatting import plain
+from .cells import Line, Span, Tone, cells, cut, pad, span_cells
 from .charts import bar, nice_ceiling, spark, work_bar
 from .figures import (
     figure,
@@ -25,9 +26,61 @@ from .figures import (
     traffic,
     whole,
 )
-from .host_groups import HostRow, draw_host
 from .marks import Marks
 from .table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
+
+
+class HostRow(msgspec.Struct, frozen=True):
+    """A host with its devices, which stand below it unless it is folded."""
+
+    host: str
+    samples: tuple[DeviceSample, ...]
+    folded: bool
+
+    @property
+    def is_lost(self) -> bool:
+        """True if none of the host's devices can be read."""
+        return all(sample.utilization_percent.state is State.LOST for sample in self.samples)
+
+
+PanelRow = DeviceSample | HostRow
+
+
+def group_rows(samples: Sequence[DeviceSample], folded: Collection[str]) -> tuple[PanelRow, ...]:
+    """The samples, below their hosts where devices name some, without those of folded hosts."""
+    rows: list[PanelRow] = []
+    for host in dict.fromkeys(sample.device.host for sample in samples):
+        own = tuple(sample for sample in samples if sample.device.host == host)
+        if host:
+            rows.append(HostRow(host, own, host in folded))
+        rows += [] if host and host in folded else own
+    return tuple(rows)
+
+
+def draw_host(row: HostRow, width: int, marks: Marks, here: bool) -> Line:
+    """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
+    count = len(row.samples)
+    head = (
+        Span(f" {marks.folded if row.folded else marks.descending} ", "dim"),
+        Span(f"{plain(row.host, 40)} ", "title"),
+        Span(f"{count} device{'s' * (count != 1)} ", "dim"),
+    )
+    if row.is_lost:
+        note = Span(cut(plain(row.samples[0].note, 300), max(0, width - span_cells(head)), marks.ellipsis), "bad")
+        return Line(pad((*head, note), width), here)
+    busy = _current([sample.utilization_percent for sample in row.samples])
+    used = _current([sample.memory_used_bytes for sample in row.samples])
+    speed = _current([sample.samples_per_second for sample in row.samples])
+    figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
+    figures += [f"{gib(sum(used))} GiB used"] if used else []
+    figures += [f"{rate(sum(speed))} samples/s"] if speed else []
+    text = cut(f" {marks.dot} ".join(figures), max(0, width - span_cells(head)), marks.ellipsis)
+    return Line(pad((*head, Span(text, "text")), width), here)
+
+
+def _current(readings: Sequence[Reading]) -> list[float]:
+    return [reading.current for reading in readings if reading.current is not None]
+
 
 _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
@@ -43,7 +96,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 def short_name(name: str) -> str:
     """A product name without its maker: "NVIDIA GeForce GTX 1080 Ti" is "GTX 1080 Ti"."""
-    return _MAKERS.sub("", clean(name, 80)).strip() or clean(name, 80)
+    return _MAKERS.sub("", plain(name, 80)).strip() or plain(name, 80)
 
 
 def _id(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
@@ -58,7 +111,7 @@ def _name(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     if len(name) > width:
         name = name.removeprefix("GTX ").removeprefix("RTX ").replace(" ", "" if width < 8 else " ")
     if host := row.sample.device.host:
-        name = f"{clean(host)} {name}"
+        name = f"{plain(host)} {name}"
     limit = row.sample.device.limit
     return (Span(cut(name + ("@" if limit else ""), width, marks.ellipsis), "text"),)
 
@@ -155,7 +208,7 @@ def _throttled(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     tone: Tone = "warn" if reading.current is None else throttle_tone(reading.current)
     if width < 12:
         return (Span(number.rjust(2) + reason_letters(reasons, width - max(2, len(number))), tone),)
-    why = cut(clean(", ".join(reasons), 60), width - 6, marks.ellipsis)
+    why = cut(plain(", ".join(reasons), 60), width - 6, marks.ellipsis)
     return Span(f"{number:>3}{' %' if current else '  '}", tone), Span(f" {why:<{width - 6}}", tone)
 
 
@@ -283,7 +336,7 @@ def device_lines(
         if not sample.note or sample.utilization_percent.state is not State.LOST:
             return table_row(grid.columns, widths, row, marks, cursor=here)
         head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=here).spans
-        note = cut(clean(sample.note, 300), max(0, width - span_cells(head) - 1), marks.ellipsis)
+        note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1), marks.ellipsis)
         return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
 
     return table_lines(grid, rows, width, height, marks, position, draw=draw)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from evener.balancer.number_format import percent, rate
+from evener.balancer.number_format import duration, percent, rate
 from evener.balancer.session_state import (
     SessionState,
     best_solo,
@@ -15,9 +15,9 @@ from evener.balancer.session_state import (
 )
 from evener.devices.types import DeviceSample
 
-from ..text.formatting import duration
+from ..text.formatting import plain
 from ..text.progress import share_words
-from .cells import Line, Span, Tone, cells, clean, cut, device_tone, span_cells
+from .cells import Line, Span, Tone, cells, cut, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
 from .marks import Marks
 from .table import NO_CURSOR, Column, Grid, Position, table_lines
@@ -45,7 +45,7 @@ def _name(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     return (
         Span(f"{fill} ", device_tone(lane.device)),
         Span(label, "strong"),
-        Span(f" {cut(clean(name), max(0, room), marks.ellipsis)}" if room > 3 else "", "dim"),
+        Span(f" {cut(plain(name), max(0, room), marks.ellipsis)}" if room > 3 else "", "dim"),
     )
 
 

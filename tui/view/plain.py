@@ -10,7 +10,8 @@ import msgspec
 from evener.devices.registry import name_maker
 from evener.devices.types import Snapshot
 
-from .cells import Line, Tone, clean, text_lines
+from ..text.formatting import plain
+from .cells import Line, Tone, text_lines
 from .devices import DeviceRow, device_lines
 from .marks import Marks
 from .monitor import host_line
@@ -44,10 +45,10 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     devices, _ = device_lines(rows, width, len(rows) + 1, marks)
     nothing = nothing_there(snapshot.devices)
     processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, marks, nothing=nothing)
-    notes = [f"{marks.alarm} {clean(note)}" for note in snapshot.notes]
+    notes = [f"{marks.alarm} {plain(note)}" for note in snapshot.notes]
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
-        notes.insert(0, f"{clean(snapshot.host.hostname)}, {maker} driver {clean(snapshot.driver)}")
+        notes.insert(0, f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}")
     trainings = _training_parts(snapshot, width, marks)
     parts = [host_line(snapshot, width, marks), *devices, Line(), *processes, *trainings]
     lines = (*(marks.show(note) for note in notes), *(_drawn(each, marks, colour) for each in parts))

@@ -10,12 +10,13 @@ import msgspec
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
-from .cells import Span, Tone, clean, cut
+from ..text.formatting import plain
+from .cells import Span, Tone, cut
 from .figures import figure, run_time, short, short_bytes, whole
 from .marks import Marks
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
-NO_TRAINING = "No training reports itself here (evener.report; in Keras Report(split))."
+NO_TRAINING = "No training reports here (PyTorch: evener.report; Keras: Report(split))."
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
@@ -53,7 +54,7 @@ def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[
 
 
 def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    program, space, rest = clean(row.sample.command).partition(" ")
+    program, space, rest = plain(row.sample.command).partition(" ")
     program = f"ended: {program.rpartition('/')[2]}" if row.ended else program
     text = cut(program.rpartition("/")[2] + space + rest, width - len(row.branch), marks.ellipsis)
     return Span(cut(row.branch, width, ""), "dim"), Span(text, "dim" if row.ended else "text")

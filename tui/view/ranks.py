@@ -7,13 +7,12 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from evener.balancer.number_format import milliseconds, percent
-from evener.devices.host.training_rates import OLD_SECONDS
+from evener.balancer.number_format import duration, milliseconds, percent
+from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training
 
-from ..text.formatting import duration
-from .cells import clean
+from ..text.formatting import plain
 
 SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
 LEAST_PART = 0.05  # of a step, from which it is named
@@ -26,7 +25,7 @@ ORDER: tuple[Doing, ...] = get_args(Doing)
 AT = {  # the words for what a rank is at
     "": "silent",
     "own work": "in own work",
-    "sum": "waiting in the sum",
+    "sum": "waiting in the all-reduce",
     "update": "in the optimizer's step",
     "between steps": "between steps",
     "input": "waiting for data",
@@ -118,7 +117,7 @@ def work_by_device(snapshot: Snapshot) -> dict[tuple[str, str], tuple[float, flo
 def _name(live: LiveDevice) -> str:
     """A device that the monitor doesn't see, as its training names it."""
     name = live.id or (f"device {live.index}" if live.index >= 0 else "")
-    return clean("/".join(part for part in (live.host, name) if part), 80)
+    return plain("/".join(part for part in (live.host, name) if part), 80)
 
 
 def find_causes(
@@ -158,7 +157,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     for row in holding:
         others = "; the others wait for it" if len(held) > sum(map(held.__contains__, holding)) else ""
         if unknown and row.doing == "sum":
-            others = "; what the others are at isn't known yet"
+            others = "; where the others are isn't known yet"
         yield _late(row, f"{_name_rank(row, rows)} has", others)
 
 
@@ -168,7 +167,7 @@ def _progress(row: RankRow) -> tuple[int, int]:
 
 
 def _late(row: RankRow, who: str, others: str) -> Cause:
-    why = {"between steps": ", as for an evaluation or a checkpoint", "": ": stopped, or gone" * bool(others)}
+    why = {"between steps": ", perhaps in an evaluation or a checkpoint", "": ": stopped, or gone" * bool(others)}
     words = f"{who} been {AT[row.doing]} for {duration(row.silent_s)}{why.get(row.doing, '')}{others}."
     return Cause(row.doing if row.doing in ("input", "between steps") else "silent", words)
 
@@ -202,12 +201,12 @@ def _input(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
 def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     if found := _longest(rows, step_s, lambda row: row.between_s):
         took, part, name, others = found
-        subject = f"{name} takes {took} between steps" if name else f"Between steps {took} pass"
-        yield Cause("between steps", f"{subject}, {part} of the time, as for logging or clipping{others}.")
+        subject = f"{name} takes {took} between steps" if name else f"{took} pass between steps"
+        yield Cause("between steps", f"{subject}, {part} of the time, for example in logging or clipping{others}.")
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """The cost of unequal own work, against ranks that finish together, and of the exchange that nothing hides."""
+    """The cost of unequal own work, against ranks that finish together, and of an exchange that nothing overlaps."""
     timed = [row for row in rows if row.own_work_s]
     if len(timed) < 2:
         return
@@ -222,14 +221,14 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
         yield Cause("waiting", f"{name} takes {own} for its share; others wait up to {waited} for it.")
     exchange_s = min(row.least_waiting_s for row in timed)
     if exchange_s >= LEAST_EXCHANGE * step_s:
-        yield Cause("exchange", f"Exchanging gradients takes {milliseconds(exchange_s)} that nothing hides.")
+        yield Cause("exchange", f"Exchanging gradients takes {milliseconds(exchange_s)} that no computation overlaps.")
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
     for row, _, sample in ranks:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
-            why = f": {clean(', '.join(sample.throttle_reasons), 60)}" if sample.throttle_reasons else ""
+            why = f": {plain(', '.join(sample.throttle_reasons), 60)}" if sample.throttle_reasons else ""
             yield Cause("throttled", f"{row.device} is throttled {throttled:.0f} % of the time{why}.")
 
 
@@ -242,5 +241,5 @@ def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> 
             continue
         if busy >= LEAST_PERCENT or each.samples_per_second.current:
             part = f" ({busy:.0f} % of it)" if busy else ""
-            who = f"process {each.pid}" + (f" of {clean(each.user, 32)}" if each.user else "")
-            yield Cause("neighbour", f"On {each.device_label} {who} computes too{part}.")
+            who = f"Process {each.pid}" + (f" of {plain(each.user, 32)}" if each.user else "")
+            yield Cause("neighbour", f"{who} also computes on {each.device_label}{part}.")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.number_format import rate
+from evener.balancer.number_format import duration, rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 
-from ..text.formatting import duration, note_words
+from ..text.formatting import note_words, plain
 from .balance_lines import rival_lines, share_lines, warning_lines
-from .cells import Line, Span, Tone, clean, cut, line, text_lines
+from .cells import Line, Span, Tone, cut, line, text_lines
 from .marks import Marks
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
@@ -27,7 +27,7 @@ _STATE_TONES: dict[str, Tone] = {
 
 
 def _devices(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
-    listed = clean(", ".join(row.devices))
+    listed = plain(", ".join(row.devices))
     return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width, marks.ellipsis)),)
 
 
@@ -35,13 +35,13 @@ def brief_devices(labels: Sequence[str]) -> str:
     """Labels of one kind in short: GPU:0, GPU:1 is GPU:0,1."""
     kinds = {label.partition(":")[0] for label in labels}
     if len(kinds) != 1 or not all(":" in label for label in labels):
-        return clean(", ".join(labels))
-    return clean(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
+        return plain(", ".join(labels))
+    return plain(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
 
 
 def _workload(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
     text = row.named_workload.rpartition("/")[2] or row.trouble  # of a file, its name
-    return (Span(cut(clean(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
+    return (Span(cut(plain(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
 
 
 def _state(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
@@ -131,9 +131,9 @@ def _state_words(run: StoredRun) -> str:
 
 def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
-    name = f" {clean(run.header.run)} "
+    name = f" {plain(run.header.run)} "
     title = line(
-        Span(name, "strong"), Span(cut(clean(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
+        Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
     )
     note = note_words(run.note.note, run.note.tags)
     head = (title, *text_lines(note, width, 3, "accent")) if note else (title,)
@@ -155,7 +155,7 @@ def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[L
     after = (
         Line(),
         *text_lines(run.verdict, width, 4, "good"),
-        *text_lines(search.why_stopped, width, 3, "dim"),
+        *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
         *warning_lines(plan.warnings, width, marks),
     )
     return (*before, *rival_lines(state, width, height - len(before), marks), *after)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from .cells import Line, Span, Tone, cells, clean, cut, fit, pad, span_cells
+from ..text.formatting import plain
+from .cells import Line, Span, Tone, cells, cut, fit, pad, span_cells
 from .marks import Marks
 
 RowT = TypeVar("RowT")
@@ -87,7 +88,7 @@ def matches(text: str, words: str) -> bool:
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
     """A column's `draw` for plain text, cut to the width."""
-    return lambda row, width, marks: (Span(cut(clean(text(row)), width, marks.ellipsis), tone),)
+    return lambda row, width, marks: (Span(cut(plain(text(row)), width, marks.ellipsis), tone),)
 
 
 def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: Marks, order: Order, more: str) -> Line:

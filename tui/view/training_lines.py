@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from evener.balancer.number_format import milliseconds, percent, rate, write_share
+from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
+from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
 
-from ..text.formatting import count_words, duration
-from .cells import Line, Span, Tone, cells, clean, cut, text_lines
-from .charts import work_bar
+from ..text.formatting import plain
+from .cells import Line, Span, Tone, cells, cut, text_lines
+from .charts import Graph, draw_graphs, nice_ceiling, work_bar
+from .figures import samples_rate, short, watts
 from .marks import Marks
+from .monitor import History
 from .processes import NO_TRAINING
 from .ranks import AT, RankRow
 from .table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
@@ -45,11 +48,6 @@ def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> Tr
     return TrainingPanels(top, middle, text, left - text, framed)
 
 
-def time_words(seconds: float) -> str:
-    """A part of a step: 157 ms, 12 s."""
-    return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
-
-
 def _plan(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
     if not row.of_plan:
         return (Span(marks.none, "dim"),)
@@ -59,7 +57,7 @@ def _plan(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
 def _step_time(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
     if not row.step_s:
         return (Span(marks.none, "dim"),)
-    text, spread = time_words(row.step_s), f"{percent(row.step_spread):>6}"
+    text, spread = step_time(row.step_s), f"{percent(row.step_spread):>6}"
     return (Span(text), Span(spread if cells(text + spread) <= width else "", "dim"))
 
 
@@ -124,7 +122,7 @@ def _rank_speed(speed: Callable[[RankRow], float]) -> Callable[[RankRow, int, Ma
 
 
 def _part(seconds: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
-    return _rank_figure(seconds, time_words, "text", lambda row: row.own_work_s)
+    return _rank_figure(seconds, step_time, "text", lambda row: row.own_work_s)
 
 
 def _bar(longest_s: float) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
@@ -132,7 +130,7 @@ def _bar(longest_s: float) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
         if row.silent_s:
             return (Span(cut(f"{AT[row.doing]} for {duration(row.silent_s)}", width, marks.ellipsis), "bad"),)
         if not row.own_work_s:
-            return (Span(cut("doesn't tell its own work", width, marks.ellipsis), "dim"),)
+            return (Span(cut("reports no own work", width, marks.ellipsis), "dim"),)
         return work_bar(row.own_work_s, row.waiting_s, longest_s, width, marks)
 
     return draw
@@ -186,7 +184,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
     late = 0 < row.of_plan < AS_PLANNED
     lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
     if late and not row.causes:
-        lines += text_lines("No cause is seen: not input, pauses, waiting, throttling or a neighbour.", width, 2)
+        lines += text_lines("No cause was found: it isn't input, pauses, waiting, throttling or a neighbour.", width, 2)
     for cause in row.causes:
         lines += _marked(cause.text, "warn", marks.alarm, width)
     if row.advice is not None:
@@ -222,9 +220,9 @@ def _figures(row: TrainingRow) -> str:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
-        spread = f"a step takes {time_words(row.step_s)}, quartiles {percent(row.step_spread)} apart"
-        between = f", {time_words(row.between_s)} between steps" if row.between_s else ""
-        sentences.append(f"{spread[0].upper()}{spread[1:]}; {time_words(row.input_s)} of it for input{between}.")
+        spread = f"a step takes {step_time(row.step_s)}, quartiles {percent(row.step_spread)} apart"
+        between = f", {step_time(row.between_s)} between steps" if row.between_s else ""
+        sentences.append(f"{spread[0].upper()}{spread[1:]}; {step_time(row.input_s)} of it for input{between}.")
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)
@@ -233,4 +231,67 @@ def _figures(row: TrainingRow) -> str:
 def _change_words(change: ShareChange, at_seconds: float) -> str:
     before, after = (" + ".join(map(str, shares)) for shares in (change.before, change.after))
     ago = duration(max(0.0, at_seconds - change.at))
-    return f"Step {count_words(change.step)}, {ago} ago: {clean(change.reason)}; {before} to {after}."
+    return f"Step {count_words(change.step)}, {ago} ago: {plain(change.reason)}; {before} to {after}."
+
+
+LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
+GOOD_HEIGHT = 8  # from which they are stacked, for longer histories
+Values = tuple[float | None, ...]
+
+
+def training_graph_lines(
+    row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int, marks: Marks
+) -> tuple[Line, ...]:
+    """The graphs of a training, as many as fit, or why there are none."""
+    devices = {rank.device for rank in row.ranks}
+    keys = {sample.device.label: sample.device.key for sample in samples if sample.device.label in devices}
+    most = max(1, width // LEAST_WIDTH)
+    if not keys:
+        why = "The monitor sees none of its devices." if any(devices) else "The training names no device."
+        return text_lines(why, width, 1, "dim")[:height]
+    graphs = _choose(row, keys, history, width, most * (height // LEAST_HEIGHT))
+    if not graphs:
+        return ()
+    columns = next((count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height), most)
+    return draw_graphs(graphs, width, height, min(columns, len(graphs)), marks)
+
+
+def _choose(row: TrainingRow, keys: Mapping[str, str], history: History, ticks: int, most: int) -> list[Graph]:
+    """The whole training, then each of its devices if there is room for all, then their power."""
+    speeds = [history(key, "samples_per_second", ticks) for key in keys.values()]
+    top = nice_ceiling(_highest(speeds))
+    whole = [] if row.missing_ranks else [_whole(row, _add(speeds))]
+    each = [
+        Graph(label, samples_rate(_newest(values)), values, top, short(top), "speed")
+        for label, values in zip(keys, speeds, strict=True)
+    ]
+    power = [_power(_add([history(key, "power_watts", ticks) for key in keys.values()]))] if row.watts else []
+    every = [*whole, *(each if len(each) > 1 or not whole else ()), *power]
+    return every if len(every) <= most else [*whole, *power][:most]
+
+
+def _power(values: Values) -> Graph:
+    top = nice_ceiling(_highest([values]))
+    return Graph("power", watts(_newest(values)), values, top, watts(top), "power")
+
+
+def _whole(row: TrainingRow, values: Values) -> Graph:
+    """All devices together; the top is the plan's figure unless it was faster."""
+    plan, highest = row.plan_samples_per_second, _highest([values])
+    if plan >= highest > 0:
+        return Graph("all devices", samples_rate(row.samples_per_second), values, plan, f"plan {rate(plan)}", "accent")
+    top = nice_ceiling(highest)
+    return Graph("all devices", samples_rate(row.samples_per_second), values, top, short(top), "accent")
+
+
+def _add(histories: Sequence[Values]) -> Values:
+    """Tick by tick, where every device has a value."""
+    return tuple(None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True))
+
+
+def _newest(values: Values) -> float:
+    return (values[-1] if values else None) or 0.0
+
+
+def _highest(histories: Sequence[Values]) -> float:
+    return max((value for values in histories for value in values if value is not None), default=0.0)

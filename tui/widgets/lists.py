@@ -1,4 +1,4 @@
-"""A panel of rows with a cursor, moved by keys, wheel and clicks."""
+"""Panels of rows with a cursor, which keys, wheel and clicks move; sorted, or with ticks; and a choice of words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
-from ..view.cells import Span
+from ..text.formatting import plain
+from ..view.cells import Line, Span, cut, line, pad, span_cells
 from ..view.marks import Marks
-from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines
+from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines, window
 from .lines import Lines
 
 
@@ -39,6 +40,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.rows: Sequence[RowT] = ()
         self.cursor = 0
         self.top = 0
+        self._under_cursor: Hashable = None
 
     @property
     def position(self) -> Position:
@@ -60,12 +62,27 @@ class ListPanel(Lines, Generic[RowT]):
         moved = max(0, min(self.cursor + rows, self.count - 1))
         if moved != self.cursor:
             self.cursor = moved
-            self.cursor_moved()
+            self._note_cursor()
         self.redraw()
         self.post_message(self.Moved())
 
-    def cursor_moved(self) -> None:
-        """Note what is under the cursor now."""
+    def identity(self, row: RowT) -> Hashable:
+        """The identity of a row, on which the cursor stays as others come and go; None: it stays in its place."""
+        return None
+
+    def place_rows(self, rows: Sequence[RowT]) -> None:
+        """Take these rows, with the cursor on the one that it was on."""
+        self.rows = rows
+        keys = [self.identity(row) for row in rows]
+        if self._under_cursor is not None and self._under_cursor in keys:
+            self.cursor = keys.index(self._under_cursor)
+        else:
+            self.cursor = max(0, min(self.cursor, len(keys) - 1))
+            self._note_cursor()
+
+    def _note_cursor(self) -> None:
+        """Remember the row, not its place."""
+        self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
         """Move by as many rows as are visible."""
@@ -114,11 +131,6 @@ class SortedPanel(ListPanel[RowT]):
         self.order = order
         self.words = ""
         self.tagged: frozenset[Hashable] = frozenset()
-        self._under_cursor: Hashable = None
-
-    def identity(self, row: RowT) -> Hashable:
-        """The identity of a row."""
-        raise NotImplementedError
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:
@@ -131,7 +143,7 @@ class SortedPanel(ListPanel[RowT]):
 
         The heading says what the filter leaves, and what else is `hidden`.
         """
-        self._place(rows)
+        self.place_rows(rows)
         filtered = f"{self.count} of {total}: {self.words}" if self.words else ""
         lines, self.top = table_lines(
             grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:])),
@@ -148,19 +160,6 @@ class SortedPanel(ListPanel[RowT]):
 
     def _tag_cell(self, row: RowT, _width: int, marks: Marks) -> tuple[Span, ...]:
         return (Span(marks.tagged if self.identity(row) in self.tagged else "", "speed"),)
-
-    def _place(self, rows: tuple[RowT, ...]) -> None:
-        self.rows = rows
-        keys = [self.identity(row) for row in rows]
-        if self._under_cursor in keys:
-            self.cursor = keys.index(self._under_cursor)
-        else:
-            self.cursor = max(0, min(self.cursor, len(keys) - 1))
-            self.cursor_moved()
-
-    def cursor_moved(self) -> None:
-        """Remember the row, not its place."""
-        self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_tag(self) -> None:
         """Mark the row under the cursor, or remove its mark, and go on to the next."""
@@ -191,3 +190,101 @@ class SortedPanel(ListPanel[RowT]):
         """Keep the rows that match every word."""
         self.words = words
         self.redraw()
+
+
+class Ticks(ListPanel[tuple[str, str]]):
+    """A list in which several entries, or exactly one, are ticked."""
+
+    HEADING_ROWS = 0
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "tick", "Tick"), Binding("enter", "tick", show=False)]
+
+    def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002 - Textual's name
+        super().__init__(title, id=id)
+        self._single = single
+        self.ticked: frozenset[int] = frozenset()
+
+    def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
+        """Set the name and note of each entry, and which ones are ticked."""
+        self.rows, self.ticked = entries, ticked
+        self.cursor = min(ticked, default=0) if self._single else 0
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Rebuild the rows; the first and the last one say how many more are hidden."""
+        width, height = self.size
+        self.top = window(self.count, self.cursor, height, self.top)
+        shown = range(self.top, min(self.count, self.top + height))
+        marks = self.evener.marks
+        above, below = self.top, self.count - shown.stop
+        hidden = {shown.start: f" {marks.ascending}{above}" if above else ""}
+        if below:
+            hidden[shown.stop - 1] = f" {marks.descending}{below}"
+        self.show([self._row(place, width, hidden.get(place, "")) for place in shown])
+
+    def _row(self, place: int, width: int, more: str) -> Line:
+        marks, (name, note) = self.evener.marks, self.rows[place]
+        here = self.has_focus and place == self.cursor
+        inside = ("o" if self._single else "x") if place in self.ticked else " "
+        longest = max(len(name) for name, _ in self.rows)
+        box = f"({inside})" if self._single else f"[{inside}]"
+        spans = (
+            Span(marks.cursor if here else " ", "strong"),
+            Span(f"{box} ", "speed" if place in self.ticked else "dim"),
+            Span(f"{plain(name):<{min(longest, 28)}}  ", "text"),
+        )
+        room = max(0, width - span_cells(spans) - len(more))
+        rest = cut(plain(note), room, marks.ellipsis)
+        return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
+
+    def action_tick(self) -> None:
+        """Tick the entry under the cursor, or untick it where several may be ticked."""
+        if not self.count:
+            return
+        here = frozenset({self.cursor})
+        self.ticked = here if self._single else self.ticked ^ here
+        self.redraw()
+
+    def tick_only(self, place: int) -> None:
+        """Tick this entry and no other."""
+        if 0 <= place < self.count and self.ticked != frozenset({place}):
+            self.ticked = frozenset({place})
+            self.cursor = place
+            self.redraw()
+
+    def click_row(self, row: int, clicks: int) -> None:
+        """A click ticks."""
+        if self.top + row < self.count:
+            self.action_move(self.top + row - self.cursor)
+            self.action_tick()
+
+
+class OneOf(Lines):
+    """A choice among a few words; left, right, Space or a click changes it."""
+
+    class Changed(Message):
+        """Another word is chosen."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("right,space,enter", "change(1)", "Next", show=False),
+        Binding("left", "change(-1)", "Previous", show=False),
+    ]
+
+    def __init__(self, words: Sequence[str], *, id: str) -> None:  # noqa: A002 - Textual's name
+        super().__init__(id=id, classes="bar", focusable=True)
+        self._words = tuple(words)
+        self.value = self._words[0]
+
+    def redraw(self) -> None:
+        """Show the word between arrows."""
+        self.show([line(Span("< ", "key"), Span(self.value, "strong"), Span(" >", "key"), cursor=self.has_focus)])
+
+    def action_change(self, steps: int) -> None:
+        """Move the choice by `steps` words."""
+        place = self._words.index(self.value)
+        self.value = self._words[(place + steps) % len(self._words)]
+        self.redraw()
+        self.post_message(self.Changed())
+
+    def click_row(self, row: int, clicks: int) -> None:
+        """A click goes to the next word."""
+        self.action_change(1)

@@ -1,0 +1,110 @@
+"""The notes of one rank of a program: a line at its start, and figures for the table at its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..training.launched import PROGRAM, launched_device, launched_run
+
+FIRST_STEPS = 20  # whose medians are those of the beginning
+
+
+class ProgramSettings(msgspec.Struct, frozen=True):
+    """The words of `evener run` for the processes that it starts."""
+
+    folder: str  # for a RankNote of each rank
+    name: str  # of the program, for people
+    strict: bool = False
+    rebalance: bool = True
+
+
+class StepFigures(msgspec.Struct, frozen=True):
+    """A rank's share of a full batch, and medians of its steps; 0 for what isn't known."""
+
+    shares: tuple[int, ...]  # of every rank
+    own_work_s: float
+    step_s: float
+
+
+class RankNote(msgspec.Struct, frozen=True):
+    """A rank's training, as it leaves it at its end."""
+
+    rank: int
+    device: str  # its id
+    run: str  # the journal's name
+    hooks: str = ""  # that took; empty where the program trained as it is
+    why: str = ""  # its shares stayed even, or nothing of it was touched
+    first: StepFigures | None = None
+    last: StepFigures | None = None
+    retreats: int = 0  # passes that ran out of memory and were computed again
+
+
+def read_settings() -> ProgramSettings:
+    """The settings of the program that this process belongs to; empty where `evener run` hasn't started it."""
+    text = os.environ.get(PROGRAM)
+    return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")
+
+
+def say(words: str) -> None:
+    """Print a line of evener's own, on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"evener: {words}", file=sys.stderr, flush=True)
+
+
+class Notebook:
+    """Notes what becomes of this rank, and leaves it in the settings' folder as the process ends."""
+
+    def __init__(self, settings: ProgramSettings) -> None:
+        self.settings = settings
+        self.hooks = self.why = ""
+        self.last_words = ""  # why, where nothing else was said by the end
+        self._training: Any = None
+        self._first: StepFigures | None = None
+        self._steps = 0
+        self._before: tuple[int, ...] = ()  # shares of the last step
+        atexit.register(self.leave)
+
+    def watch(self, training: Any, hooks: str) -> None:
+        """RankNote the figures of this PlannedTraining, which these hooks made; say how it starts."""
+        self.hooks, self._training, self._first, self._steps = hooks, training, None, 0
+        training.listeners.insert(0, self._note_step)
+        shares = training.shares
+        names = ", ".join(each.name or each.device for each in shares.shares)
+        split = "+".join(map(str, shares.batches))
+        say(f"{self.settings.name} trains on {names}: {split} = {shares.global_batch} rows a step, by {hooks}")
+
+    def stay(self, why: str) -> None:
+        """RankNote why the program trains as it is, and say so once."""
+        if not self.why:
+            self.why = why.rstrip(".")
+            say(f"shares stay even: {self.why}")
+
+    def _note_step(self, _: Any) -> None:
+        self._steps += 1
+        changed = self._steps > 1 and self._training.shares.batches != self._before
+        if self._first is None and (self._steps == FIRST_STEPS or changed):
+            self._first = self._figures(self._before if changed else None)
+        self._before = self._training.shares.batches
+
+    def _figures(self, shares: tuple[int, ...] | None = None) -> StepFigures:
+        times = self._training.timer.medians()
+        return StepFigures(shares or self._training.shares.batches, times.work.own_work_s, times.step_s)
+
+    def leave(self) -> None:
+        """Write the note."""
+        if not self.settings.folder:
+            return
+        if not self.hooks and self.last_words:
+            self.stay(self.last_words)
+        note = RankNote(int(os.environ.get("RANK", "0")), launched_device(), launched_run(), self.hooks, self.why)
+        if self._training is not None:
+            last = self._figures()
+            first = self._first or last
+            note = msgspec.structs.replace(note, first=first, last=last, retreats=self._training.reporter.retreats)
+        Path(self.settings.folder, f"{note.rank}.json").write_bytes(msgspec.json.encode(note))

@@ -1,0 +1,22 @@
+"""Found by each Python that `evener run` starts: installs the hooks, then becomes the user's own sitecustomize."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+_own = str(Path(__file__).parent)
+sys.path[:] = [folder for folder in sys.path if folder != _own]
+try:
+    install = import_module("evener.program.install").install  # by its name, as this file belongs to no package
+except ImportError as error:
+    sys.stderr.write(f"evener: {sys.executable} can't import evener ({error}), so its program isn't balanced.\n")
+else:
+    install()
+_this = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize  # noqa: F401 - of the user, where there is one
+except ImportError as error:
+    if error.name != "sitecustomize":
+        raise
+    if _this is not None:
+        sys.modules["sitecustomize"] = _this

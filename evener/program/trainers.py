@@ -1,0 +1,47 @@
+"""A trainer of transformers, or of what builds on it, made one that trains by shares as its training begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from wrapt import wrap_function_wrapper
+
+from ..errors import EvenerError
+from ..torch_split.loss_measure import kept_state
+from .program import PROGRAM
+
+
+def hook_trainers(module: Any) -> None:
+    """Have each Trainer train by shares."""
+    wrap_function_wrapper(module, "Trainer.train", _train)
+
+
+def _train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
+    with PROGRAM.left_alone():
+        if dist.is_initialized() and dist.get_world_size() > 1 and not hasattr(trainer, "_planned"):
+            _plan(trainer)
+        return wrapped(*arguments, **keywords)
+
+
+def _plan(trainer: Any) -> None:
+    """Make the trainer's class one that trains by shares, or say why it stays what it is."""
+    own, before, follows = type(trainer), dict(vars(trainer)), PROGRAM.notebook.settings.rebalance
+    global_batch = trainer._train_batch_size * dist.get_world_size()
+    try:
+        from ..huggingface import with_plan
+
+        planned = with_plan(own, global_batch=global_batch, journal=True, rebalance=follows)
+        planned.__name__, planned.__qualname__ = own.__name__, own.__qualname__  # which programs print
+        trainer.__class__ = planned
+        trainer.begin_plan()
+        with kept_state():
+            trainer.get_train_dataloader()
+            trainer.check_loss()
+    except EvenerError as error:
+        trainer.__class__ = own
+        vars(trainer).clear()
+        vars(trainer).update(before)
+        PROGRAM.stay(error.message)
+        return
+    PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")

@@ -1,0 +1,212 @@
+"""The full-screen app: its screens, keys and colours."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import SystemCommand
+from textual.binding import Binding, BindingType
+from textual.events import Event, Key
+from textual.screen import ModalScreen, Screen
+from textual.theme import Theme
+from textual.widgets import Input
+
+from .runtime.base_app import BaseApp, Sampled
+from .runtime.session_thread import write_crash_log
+from .runtime.snapshot_publisher import SnapshotPublisher
+from .screens.base import SCREENS
+
+YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
+
+
+def _made_by(name: str) -> Callable[[], Screen[None]]:
+    """Makes a screen when it is opened for the first time; its module is imported then."""
+    return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
+
+
+class EvenerApp(BaseApp):
+    """Four screens over one stream of snapshots and at most one session at a time."""
+
+    TITLE = "evener"
+    CSS_PATH = "app.tcss"
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {name: _made_by(name) for name in SCREENS}
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("1", "show('monitor')", "Monitor", show=False),
+        Binding("2", "show('balance')", "Balance", show=False),
+        Binding("3", "show('runs')", "Runs", show=False),
+        Binding("4", "show('trainings')", "Trainings", show=False),
+        Binding("question_mark,h,f1", "help", "Help", key_display="?"),
+        Binding("T", "switch_theme", "Dark or light", show=False),
+        Binding("q", "leave", "Quit"),
+        Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
+    ]
+
+    def __init__(self, publisher: SnapshotPublisher, *, theme: str = "dark", **options: Any) -> None:
+        super().__init__(publisher, **options)
+        self.crash_log: Path | None = None
+        self._started_on: asyncio.AbstractEventLoop | None = None
+        self._opens_first = False
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = f"evener-{theme}"
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """evener's own colours, for Textual's themes, which don't define them."""
+        return meanings(dark=True)
+
+    async def on_mount(self) -> None:
+        """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
+        # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
+        self._opens_first = True
+        opened = self.switch_mode("monitor")
+        self._opens_first = False
+        await opened
+        loop = self._started_on = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            try:
+                loop.add_signal_handler(number, self.exit, 128 + number)
+            except (ValueError, RuntimeError, NotImplementedError):
+                break  # not in the main thread: the caller handles signals
+        self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
+        if not gc.isenabled():  # started on a terminal, not within a test
+            self.call_after_refresh(_settle_memory)
+
+    def refresh_css(self, animate: bool = True) -> None:
+        """Style everything again; not twice as the first screen opens, which takes its styles as it is made."""
+        if not self._opens_first:
+            super().refresh_css(animate)
+
+    async def on_event(self, event: Event) -> None:
+        """Finish each key before the next one.
+
+        Textual passes a key through the widgets first, and runs what Tab or Ctrl-U is bound to when it comes back from
+        them: text typed at once after it has by then gone to the field before, or is deleted.
+        """
+        if not isinstance(event, Key) or event.is_forwarded:
+            await super().on_event(event)
+            return
+        self.app_focus = True
+        field = self.focused
+        if isinstance(field, Input) and event.is_printable:
+            field.replace(event.character or "", *field.selection)
+        elif not (await self._check_bindings(event.key, priority=True) or await self._check_bindings(event.key)):
+            await super().on_event(event)
+
+    def hang_up(self) -> None:
+        """The terminal is gone: end as after SIGHUP; called from any thread."""
+        if self._started_on is not None:
+            self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
+
+    async def on_unmount(self) -> None:
+        """Join every thread before the terminal is restored."""
+        await asyncio.to_thread(self.close_threads)
+
+    async def action_leave(self) -> None:
+        """Quit; ask first while a search is running."""
+        from .screens.dialogs import confirm
+
+        if not self.balance.active:
+            self.exit()
+            return
+        question = "A search is running. Quit? Its measurements are kept, and the run can be resumed."
+        confirm(self, "Quit", question, self.exit)
+
+    def action_show(self, name: str) -> None:
+        """Open one of the screens, unless a dialog waits for an answer."""
+        if name != self.current_mode and not isinstance(self.screen, ModalScreen):
+            self.switch_mode(name)
+
+    def action_help(self) -> None:
+        """Open the help page."""
+        from .screens.dialogs import DetailsDialog
+        from .view.help import help_lines
+
+        if not isinstance(self.screen, ModalScreen):
+            notes = self.snapshot.notes if self.snapshot is not None else ()
+            self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, self.marks, width)))
+
+    def action_switch_theme(self) -> None:
+        """Switch between dark and light."""
+        self.theme = "evener-light" if self.current_theme.dark else "evener-dark"
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """Commands of the palette in addition to the keys of the screen."""
+        for name, title in SCREENS.items():
+            yield SystemCommand(f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name))
+        yield SystemCommand("Dark or light", "Switch between the two themes", self.action_switch_theme)
+        yield SystemCommand("Theme", "Choose among all themes", self.action_change_theme)
+        yield SystemCommand("Help", "Keys, and what the marks mean", self.action_help)
+        if not self.readonly:
+            yield SystemCommand("Save a picture", "The screen as an SVG file", self.action_screenshot)
+        yield SystemCommand("Quit", "Leave evener", self.action_leave)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Keep the traceback in a file, so that the terminal stays clean; `tui.start` prints where."""
+        self.crash_log = self.crash_log or write_crash_log(error)
+        super()._handle_exception(error)
+        self._exit_renderables.clear()
+
+
+def _settle_memory() -> None:
+    """Look for garbage rarely, and never in what the start has made, which takes 40 ms."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    gc.enable()
+
+
+_MEANINGS = {  # on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
+    "dim": ("#76839a", "#66717f"),
+    "title": ("#93a1b8", "#4d5866"),
+    "strong": ("#f2f6fc", "#0d1117"),
+    "accent": ("#58b4f0", "#0b62c4"),
+    "memory": ("#b794f4", "#7e3fc4"),
+    "power": ("#e5b567", "#9a5b00"),
+    "speed": ("#5fd38d", "#15803d"),
+    "track": ("#2f3a4a", "#ccd3dc"),
+    "frame": ("#2c3646", "#c3cbd6"),
+    "frame-focus": ("#4f8cc9", "#0b62c4"),
+    "cursor": ("#1f3147", "#d7e8fb"),
+    "bar": ("#161d28", "#e6ebf2"),
+    "device0": ("#6cb6ff", "#0b62c4"),
+    "device1": ("#f0a45d", "#b35309"),
+    "device2": ("#7bd88f", "#15803d"),
+    "device3": ("#d2a8ff", "#7e3fc4"),
+    "device4": ("#f47ba6", "#c0266b"),
+    "device5": ("#56d4dd", "#0e7490"),
+    "device6": ("#e6d16b", "#8a6a00"),
+    "device7": ("#a5b4c8", "#556274"),
+}
+_BASE = {  # Textual's own
+    "primary": ("#58b4f0", "#0b62c4"),
+    "secondary": ("#b794f4", "#7e3fc4"),
+    "accent": ("#5fd38d", "#15803d"),
+    "success": ("#5fd38d", "#15803d"),
+    "warning": ("#f0b450", "#9a5b00"),
+    "error": ("#ff6b70", "#c4212b"),
+    "foreground": ("#d3dbe7", "#1d2530"),
+    "background": ("#0d1219", "#fbfcfe"),
+    "surface": ("#0d1219", "#fbfcfe"),
+    "panel": ("#161d28", "#e6ebf2"),
+}
+
+
+def meanings(*, dark: bool) -> dict[str, str]:
+    """The variables that Textual's themes lack."""
+    return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
+
+
+def _theme(name: str, *, dark: bool) -> Theme:
+    base: dict[str, Any] = {key: colours[not dark] for key, colours in _BASE.items()}
+    footer = {"footer-key-foreground": base["primary"], "footer-background": base["panel"]}
+    return Theme(name, dark=dark, variables=meanings(dark=dark) | footer, **base)
+
+
+DARK = _theme("evener-dark", dark=True)
+LIGHT = _theme("evener-light", dark=False)

@@ -1,1 +1,0 @@
-"""The full-screen app: screens wired to keys, themes, and its start on a terminal."""

@@ -1,0 +1,127 @@
+"""`evener balance`: search for the fastest split, resume such a search, or try what one has ahead of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+
+from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
+from evener.balancer.events import Finished, ProbeProgress
+from evener.balancer.intake import take_in
+from evener.balancer.number_format import size
+from evener.balancer.request import Job, Request
+from evener.balancer.result.words import write_verdict
+from evener.balancer.session import Session
+from evener.balancer.store import runs
+from evener.errors import RequestError
+
+from ..text.formatting import plain
+from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration
+from ..text.summaries import summary_lines
+from ..text.tables import align, json_text
+from .options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
+from .output import terminal_columns
+from .session_runner import run_session, stopped_by_signals
+
+app = typer.Typer()
+
+
+@app.command()
+@takes_request(*TRAINING, *(name for name in SEARCH if name != "budget"))
+def balance(
+    request: Request,
+    budget: Annotated[
+        str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
+    ] = None,
+    resume: Annotated[str | None, LENGTH("--resume", help="Go on with a run: its id, or `last`.")] = None,
+    dry_run: Annotated[
+        bool,
+        LENGTH(
+            "--dry-run",
+            help="Only build and take a few steps on one device; print what fits and how long a search takes.",
+        ),
+    ] = False,
+    export: ExportOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure real training steps, find the fastest split of the batch over the devices, and write it as a plan.
+
+    Your own model: evener help workload.
+    """
+    request, extend_seconds = _read_budget(request, budget, resume)
+    if dry_run:
+        if resume is not None or export is not None:
+            raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
+        return _run_dry(take_in(request), as_json)
+
+    def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
+        lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns())
+        print("\n".join(lines), flush=True)
+
+    return run_session(lambda: Session(request, resume=resume, extend_seconds=extend_seconds), show, export, as_json)
+
+
+def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:
+    """The request with the budget that was typed, and the seconds from here on that a resumed run gets."""
+    if budget is None:
+        return request, None
+    if budget.startswith("+"):
+        if resume is None:
+            raise RequestError(
+                f"--budget {budget} is added to a run's time, and no run is named.", "Add --resume, or drop the +."
+            )
+        return request, parse_duration(budget[1:], "--budget")
+    seconds = parse_budget(budget)
+    if resume is not None and seconds is not None and seconds == Request().budget_seconds:
+        run = runs.load_run(resume)  # a session takes the default for no budget at all
+        if seconds > (run.header.request.budget_seconds or math.inf):
+            return request, seconds - run.seconds
+    return msgspec.structs.replace(request, budget_seconds=seconds), None
+
+
+def _run_dry(job: Job, as_json: bool) -> int:
+    """Build, step and print what a search would do; returns the exit code."""
+    stop, phases = threading.Event(), set[str]()
+
+    def report(progress: ProbeProgress) -> None:
+        if progress.phase not in phases:
+            phases.add(progress.phase)
+            print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
+
+    with stopped_by_signals(stop.set, "stopping") as caught:
+        outlook = dry_run(job, report, stop)
+    if outlook is None:
+        return caught[0] if caught else 1
+    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(_outlook_lines(outlook))
+    print(text, flush=True)
+    return 0
+
+
+def _outlook_json(outlook: Outlook) -> dict[str, object]:
+    findings = outlook.findings
+    return {**msgspec.to_builtins(outlook), "verdict": write_verdict(findings), "findings": {"verdict": findings}}
+
+
+def _outlook_lines(outlook: Outlook) -> list[str]:
+    """The lines of a dry run: what was tried, a row for each device, and how long a search should take."""
+    tried, *rest = outlook.findings
+    return [
+        *(f"note: {plain(note)}" for note in outlook.notes),
+        plain(write_verdict([tried]), 1000),
+        "",
+        *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
+        "",
+        write_verdict(rest),
+    ]
+
+
+def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
+    memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
+    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
+    return (device.label, plain(device.name, 32), memory, most)

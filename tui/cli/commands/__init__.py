@@ -1,1 +1,0 @@
-"""The code of each command, imported when it runs."""

@@ -1,0 +1,208 @@
+"""`evener monitor`: the app, or plain text, JSON or CSV, once or every few seconds, recorded or replayed; `--web`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from evener.devices.recording import Recorder, Recording
+from evener.devices.registry import find_backend
+from evener.devices.types import DeviceSample, Reading, Snapshot, Source
+from evener.errors import RequestError
+
+from ..text.formatting import plain
+from ..text.parsing import parse_duration, parse_indices
+from ..text.tables import csv_text, json_text
+from ..view.marks import ASCII, UNICODE, Marks
+from ..view.plain import snapshot_document, snapshot_text
+from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ReplayOption, ThemeOption
+from .output import draws_screens
+
+Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
+SHORTEST_INTERVAL_SECONDS = 0.1
+app = typer.Typer()
+
+
+@app.command()
+def monitor(
+    devices: DevicesOption = "auto",
+    once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
+    as_json: Annotated[bool, OUTPUT("--json", help="Print one JSON object, with -i one on each line.")] = False,
+    as_csv: Annotated[bool, OUTPUT("--csv", help="Print a line for each device, with -i for each reading.")] = False,
+    interval: Annotated[
+        str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
+    ] = None,
+    only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
+    only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
+    record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
+    replay: ReplayOption = None,
+    ray_address: RayAddressOption = "",
+    metrics: Annotated[
+        str | None, OUTPUT("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus, like 127.0.0.1:9401.")
+    ] = None,
+    metrics_public: Annotated[
+        bool, OUTPUT("--metrics-public", help="Allow an address that other machines can reach.")
+    ] = False,
+    readonly: ReadonlyOption = False,
+    ascii_only: AsciiOption = False,
+    theme: ThemeOption = None,
+) -> None:
+    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere; serve metrics meanwhile."""
+    chosen = parse_indices(only)
+    serving = _metrics_server(metrics, metrics_public, once)
+    if not (once or as_json or as_csv or interval or record) and draws_screens():
+        from ..start import run_app
+
+        drawn = {"readonly": readonly, "ascii": ascii_only}
+        raise typer.Exit(
+            run_app(devices, theme=theme, replay=replay, ray_address=ray_address, serving=serving, **drawn)
+        )
+    if as_json and as_csv:
+        raise RequestError("--json and --csv can't be combined.", "Give one of them.")
+    pause = 1.0 if interval is None else _parse_interval(interval)
+    loops = not once and bool(interval or record or metrics)
+    newest: deque[Snapshot] = deque(maxlen=1)
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay, ray_address)))
+        _check_indices(source, chosen)
+        recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
+        stack.enter_context(serving(lambda: newest[0] if newest else None))
+        for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
+            kept = _keep(snapshot, chosen)
+            newest.append(kept)
+            if as_json or as_csv or not metrics:
+                text = _json(kept) if as_json else _csv(kept, not number) if as_csv else _text(kept, ascii_only)
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            if recorder is not None and not recorder.write(kept):
+                print(
+                    f"evener: {plain(str(record))} has reached the largest size of a recording; recording ends.",
+                    file=sys.stderr,
+                )
+                break
+
+
+def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
+    """The context that serves metrics, if asked for; RequestError before anything else begins."""
+    if address is None:
+        if public:
+            raise RequestError("--metrics-public goes with --metrics.", "Add --metrics HOST:PORT, or leave it out.")
+        return contextlib.nullcontext
+    if once:
+        raise RequestError("--once ends before anybody can ask for metrics.", "Leave out --once or --metrics.")
+    from ..serve.metrics import parse_metrics_address, serving_metrics
+
+    return partial(serving_metrics, parse_metrics_address(address, public))
+
+
+def _parse_interval(text: str) -> float:
+    seconds = parse_duration(text, "-i")
+    if not SHORTEST_INTERVAL_SECONDS <= seconds <= 86400:
+        raise RequestError(
+            f"-i {seconds:g} is not a usable interval.",
+            f"Give {SHORTEST_INTERVAL_SECONDS:g} seconds or more; reading more often would slow the devices down.",
+        )
+    return seconds
+
+
+def _open(devices: str, only_visible: bool, replay: Path | None, ray_address: str) -> Source:
+    if replay is not None:
+        return Recording(replay)
+    from evener.devices.discover import discover, open_source
+
+    return open_source(discover(devices, only_visible=only_visible, ray_address=ray_address))
+
+
+def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
+    known = [device.index for device in source.devices()]
+    missing = [index for index in only or () if index not in known]
+    if missing:
+        there = ", ".join(map(str, known)) or "none"
+        raise RequestError(f"There is no device {missing[0]}.", f"The indices here are: {there}.")
+
+
+def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
+    """Readings: one that has settled, or one every `pause` seconds; a recording's last one, or all of them."""
+    recorded = source if isinstance(source, Recording) else None
+    if recorded is None:
+        source.sample()
+        time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
+    elif not loops:
+        yield recorded.snapshot(len(recorded) - 1)
+        return
+    due = time.monotonic()
+    while True:
+        yield source.sample()
+        if not loops or (recorded is not None and recorded.ended):
+            return
+        due = max(due + pause, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
+    if only is None:
+        return snapshot
+    kept = tuple(sample for sample in snapshot.devices if sample.device.index in only)
+    ids = {sample.device.id for sample in kept}
+    processes = tuple(row for row in snapshot.processes if row.device_id in ids)
+    return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
+
+
+def _json(snapshot: Snapshot) -> str:
+    return f"{json_text(snapshot_document(snapshot))}\n"
+
+
+def _csv(snapshot: Snapshot, headed: bool) -> str:
+    """A line for each device: every metric under the key that it has in JSON, empty where there is no current value."""
+    return csv_text([_record(snapshot.at_seconds, sample) for sample in snapshot.devices], headed)
+
+
+def _record(at_seconds: float, sample: DeviceSample) -> dict[str, object]:
+    values = msgspec.structs.asdict(sample)
+    device = values.pop("device")
+    record = {"at_seconds": round(at_seconds, 3), "device": device.label, "id": device.id, "name": device.name}
+    return record | {key: each.current if isinstance(each, Reading) else each for key, each in values.items()}
+
+
+def _text(snapshot: Snapshot, ascii_only: bool) -> str:
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((132, 24)).columns
+    return snapshot_text(snapshot, max(80, width), _marks(ascii_only), colour=colour)
+
+
+def _marks(ascii_only: bool) -> Marks:
+    """Plain ASCII if requested, or if the stream's encoding has nothing else."""
+    try:
+        "━╸▸…".encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return ASCII if ascii_only else UNICODE
+
+
+def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
+    """Serve the app until a signal; the exit code. `look`: options of the app, which True switches on.
+
+    RequestError and DeviceError say at once what is wrong with a request that every visitor's app would refuse.
+    """
+    from ..runtime.snapshot_publisher import open_publisher
+    from ..serve.browser import serve_browser
+
+    replay = look.get("--replay")
+    publisher, _ = open_publisher(devices, replay if isinstance(replay, Path) else None)
+    publisher.close()
+    given = [
+        word for name, value in look.items() if value for word in ([name] if value is True else [name, str(value)])
+    ]
+    options = [*given, *(["--readonly"] if readonly else [])]
+    return serve_browser([sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port)

@@ -1,0 +1,149 @@
+"""Where a command writes: standard streams, which may be lost (a closed pipe, terminal or descriptor), and files.
+
+A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody reads it,
+`OutputError` if its file can't be written. Files are checked before anything is measured.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import io
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from evener.errors import EvenerError, PlanError, RequestError, as_request_error
+from evener.plan.file import load_plan
+
+from ..text.formatting import plain
+from ..text.tables import json_text
+from ..view.marks import to_ascii
+
+
+class ReaderGoneError(Exception):
+    """Nobody reads standard output any more. Not an OSError, since argument parsers handle those themselves."""
+
+
+class OutputError(RequestError):
+    """Standard output is a file that can't be written, as on a full disk; reported on standard error."""
+
+
+class _GuardedFile(io.FileIO):
+    """A descriptor that is written to as long as it can be."""
+
+    def __init__(self, descriptor: int, raises: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._raises = raises
+        self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
+
+    def write(self, data: object) -> int:
+        """The number of bytes written; those that were lost are counted too."""
+        size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
+        try:
+            return super().write(data) or 0  # type: ignore[arg-type]
+        except OSError as error:
+            raises, self._raises = self._raises, False
+            if raises:
+                raise self._loss(error) from None
+            return size
+
+    def _loss(self, error: OSError) -> Exception:
+        if self._is_terminal or error.errno == errno.EPIPE:
+            return ReaderGoneError()
+        reason = error.strerror or str(error)
+        return OutputError(f"Standard output can't be written: {reason}.", "Free some space, or redirect it elsewhere.")
+
+
+def terminal_columns() -> int | None:
+    """The width of standard output's terminal; None if it isn't one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def draws_screens() -> bool:
+    """True if the full-screen app can run: in a browser, or on a terminal that can position the cursor."""
+    if "TEXTUAL_DRIVER" in os.environ:
+        return True
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def guard_streams() -> None:
+    """Replace this process' streams by guarded ones; a closed one is opened on /dev/null.
+
+    Otherwise the next file that is opened, such as a journal, would get its descriptor and its output.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.FileIO(0, "r", closefd=False))
+    sys.stdout = _guarded(1, sys.stdout)
+    sys.stderr = _guarded(2, sys.stderr)
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """A similar character for one that the stream's encoding lacks, as in an ASCII terminal."""
+    assert isinstance(error, UnicodeEncodeError)
+    return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
+
+
+def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
+    raw = _GuardedFile(descriptor, raises=descriptor == 1)
+    encoding = before.encoding if before is not None else "utf-8"
+    codecs.register_error("evener.similar", _similar)
+    errors = "evener.similar" if descriptor == 2 or before is None or before.errors == "strict" else before.errors
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())
+
+
+def report_fault(fault: EvenerError, as_json: bool) -> int:
+    """Print the fault on stderr (as JSON: on stdout) and return its exit code."""
+    if as_json:
+        error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy, "findings": fault.findings}
+        print(json_text({"error": error}), flush=True)
+    else:
+        print(f"evener: {plain(str(fault), 2000)}", file=sys.stderr, flush=True)
+    return fault.exit_code
+
+
+def usage_fault(error: Exception) -> EvenerError | None:
+    """The fault behind an argument parser's exception, or None for any other.
+
+    The parser's exception classes are private to typer, so they are recognised by their method.
+    """
+    describe = getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "evener"
+    message = str(describe()).strip()
+    return RequestError(message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help.")
+
+
+def check_plan_file(path: Path, option: str) -> None:
+    """RequestError unless a plan can be written to `path`."""
+    if path.suffix not in (".toml", ".json"):
+        remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
+        raise RequestError(f"{option} {path} ends neither in .toml nor in .json; plans are TOML or JSON.", remedy)
+    with as_request_error(f"{option} {path} can't be written", "Name a file in a folder that you may write to."):
+        if path.is_dir():
+            raise RequestError(f"{option} {path} is a folder.", "Name a file in it.")
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
+    """RequestError if the file is there and no plan. A plan replaces a plan: the run of the old one still has it."""
+    if path.is_file():
+        try:
+            load_plan(path)
+        except PlanError:
+            raise RequestError(f"{path} is there already and is no plan.", remedy) from None
+
+
+def check_new(path: Path, force: bool) -> None:
+    """RequestError if the file is there, unless `force`."""
+    if not force and path.exists():
+        raise RequestError(f"{path} is there already.", "Add --force to replace it, or name another file.")

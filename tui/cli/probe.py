@@ -1,0 +1,207 @@
+"""`evener probe`: time training at chosen batch sizes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+import typer
+
+from evener.balancer.intake import take_in
+from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
+from evener.balancer.number_format import duration, half_width, rate, size, write_share
+from evener.balancer.request import Job, Request
+from evener.balancer.result.measurements import describe_doubts
+from evener.balancer.result.words import say_all
+from evener.balancer.types import Finding, Layout, Power
+from evener.devices.types import Device
+from evener.errors import RequestError
+
+from ..text.formatting import energy_cells, plain
+from ..text.parsing import check_one_form, parse_duration
+from ..text.tables import Table, csv_text, json_text
+from .options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
+from .output import terminal_columns
+from .session_runner import stopped_by_signals
+
+LONGEST_SECONDS = 86_400.0
+TOGETHER = "together"
+app = typer.Typer()
+
+
+class Row(NamedTuple):
+    """Samples/s of one device, or of all of them, in one run, or in all of them; None where unknown."""
+
+    run: int | None  # None: all
+    device: str
+    batch: int
+    samples_per_second: float | None
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
+    memory_bytes: int | None = None  # the peak
+    micro: int | None = None  # rows of one pass
+    samples_per_joule: float | None = None  # of all devices of the request
+    active_watts: float | None = None
+    idle_watts: float | None = None  # of devices that are left out
+
+
+@app.command()
+@takes_request(*TRAINING, "seed")
+def probe(
+    request: Request,
+    batches: Annotated[list[int], BATCH("--batches", help="Samples per step for each device, like 820 568.")],
+    micro: Annotated[list[int] | None, BATCH("--micro", help="Rows of one pass on each device, like 410 568.")] = None,
+    gpus: Annotated[list[str] | None, WHAT("--gpus", help="Which devices, like 0 1. Default: the first ones.")] = None,
+    repeat: Annotated[int, LENGTH("--repeat", min=1, help="Number of runs.")] = 3,
+    seconds: Annotated[
+        str | None, LENGTH("--seconds", help="Length of each run without warm-up. Default: 10s.")
+    ] = None,
+    steps: Annotated[
+        int | None, LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds.")
+    ] = None,
+    form: FormatOption = "table",
+    as_json: JsonOption = False,
+) -> int:
+    """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410 568`."""
+    length = _parse_length(seconds, steps)
+    check_one_form(form, as_json)
+    spec, positions = _parse_gpus(request.devices, gpus)
+    resolved = take_in(msgspec.structs.replace(request, devices=spec))
+    layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
+    finished: list[TimedRun] = []
+    stop = threading.Event()
+    with (
+        stopped_by_signals(stop.set, "stopping; runs that have ended are printed") as caught,
+        timed_runs(resolved, layout, repeat, length, stop) as turns,
+    ):
+        _announce(resolved, repeat, length)
+        for run in turns:
+            finished.append(run)
+            _print_run(run, len(finished), repeat, resolved.devices, length)
+    labels = [device.label for device in resolved.devices]
+    if as_json:
+        sizes = {"batches": layout.shares, "micro": layout.pass_rows}
+        doubts = [
+            Finding(doubt.code, {"run": number, **doubt.values})
+            for number, run in enumerate(finished, 1)
+            for doubt in describe_doubts(run.warnings, resolved.devices, _name_more(length))
+        ]
+        said = {"warnings": say_all(doubts), "findings": {"warnings": doubts}}
+        print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}))
+    elif finished:
+        rows = _list_rows(finished, layout, labels)
+        lines = _table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]
+        print(csv_text([row._asdict() for row in rows]).rstrip() if form == "csv" else "\n".join(lines), flush=True)
+    return (caught[0] if caught else 130) if stop.is_set() else 0
+
+
+def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
+    """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time is out of range."""
+    if steps is not None:
+        if seconds is not None:
+            raise RequestError("--seconds and --steps both set the length of a run.", "Give one of them.")
+        return RunLength(steps=steps)
+    if seconds is None:
+        return RunLength()
+    span = parse_duration(seconds, "--seconds")
+    if not 0 < span <= LONGEST_SECONDS:
+        raise RequestError(f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h.")
+    return RunLength(span)
+
+
+def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
+    """The devices of `--gpus 0 1`, and the positions among them that compute; None: the first ones.
+
+    With `--devices` they are positions in it; without, indices of the kind of device that this machine has.
+    """
+    if gpus is None:
+        return spec, None
+    if not all(gpu.isascii() and gpu.isdigit() and len(gpu) < 7 for gpu in gpus) or len(set(gpus)) != len(gpus):
+        raise RequestError(f"--gpus {' '.join(gpus)} are not different indices.", "Write it like --gpus 0 1.")
+    if spec != "auto":
+        return spec, tuple(int(gpu) for gpu in gpus)
+    from evener.devices.discover import discover
+
+    kind = discover(spec).devices[0].kind
+    return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
+
+
+def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
+    lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
+    runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
+    _print_notes((*resolved.notes, f"{runs}, besides warm-up"))
+
+
+def _print_notes(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
+
+
+def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength) -> None:
+    """Print a run that has ended, and doubts about it, to stderr."""
+    figure = run.this_run
+    error = half_width(figure.value, figure.low, figure.high)
+    _print_notes([f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}"])
+    _print_notes(say_all(describe_doubts(run.warnings, devices, _name_more(length))))
+
+
+def _name_more(length: RunLength) -> str:
+    """The option by which more can be measured."""
+    return "more --steps" if length.steps else "a longer --seconds"
+
+
+def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> list[Row]:
+    """A row for each device of each run, for all devices of it, and for all runs."""
+    rows: list[Row] = []
+    split = len(layout.active) > 1
+    for number, run in enumerate(runs, 1):
+        whole = run.this_run
+        rows += [
+            Row(number, labels[i], layout.shares[i], run.own[i], None, None, run.memory_bytes[i], layout.pass_rows[i])
+            for i in layout.active
+        ]
+        if split:
+            rows.append(Row(number, TOGETHER, layout.global_batch, None))
+        rows[-1] = rows[-1]._replace(samples_per_second=whole.value, low=whole.low, high=whole.high)
+        rows[-1] = _with_energy(rows[-1], [run.power] if run.power else [])
+    if len(runs) > 1:
+        where = TOGETHER if split else labels[layout.active[0]]
+        whole_row = Row(None, where, layout.global_batch, runs[-1].samples_per_second)
+        powers = [run.power for run in runs if run.power]
+        rows.append(_with_energy(whole_row, powers if len(powers) == len(runs) else []))
+    return rows
+
+
+def _with_energy(row: Row, powers: Sequence[Power]) -> Row:
+    """The row of all devices with what they draw; unchanged where that is unknown."""
+    power = Power.mean(powers)
+    if power is None or row.samples_per_second is None:
+        return row
+    efficiency = power.samples_per_joule(row.samples_per_second)
+    return row._replace(samples_per_joule=efficiency, active_watts=power.active_watts, idle_watts=power.idle_watts)
+
+
+def _table(rows: Sequence[Row], alone: bool) -> Table:
+    note = "±: half of the 95 % interval."
+    if any(row.device == TOGETHER for row in rows):
+        how = "was measured alone at its share" if alone else "leaves out the time in which it waits for others"
+        note += f" The samples/s of one device {how}."
+    energy = any(row.samples_per_joule for row in rows)
+    heads = "run", "device", "batch", "samples/s", "±", "memory", *(("samples/J", "W", "idle W") if energy else ())
+    return Table("", [heads, *(_cells(row, energy) for row in rows)], 2, note)
+
+
+def _cells(row: Row, energy: bool) -> tuple[str, ...]:
+    figure, low, high = row.samples_per_second, row.low, row.high
+    return (
+        "all" if row.run is None else str(row.run),
+        row.device,
+        write_share(row.batch, row.micro or row.batch),
+        "-" if figure is None else rate(figure),
+        "-" if figure is None or low is None or high is None else half_width(figure, low, high),
+        "-" if row.memory_bytes is None else size(row.memory_bytes),
+        *(energy_cells(figure or 0.0, row.active_watts or 0.0, row.idle_watts or 0.0) if energy else ()),
+    )

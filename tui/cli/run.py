@@ -1,0 +1,69 @@
+"""`evener run`: any training program, a process for each device, with shares that follow their speed."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from evener.balancer.number_format import duration
+from evener.program.notes import ProgramSettings
+
+from ..launch.program import choose_plan, read_command, read_notes, save_plan, set_environment, summarize
+from .options import DevicesOption
+
+app = typer.Typer()
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="As you give it to a shell.")
+    ] = None,
+    devices: DevicesOption = "auto",
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan's shares, which stay; else they follow the devices' speed.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End the program if its shares can't leave even; else it trains evenly.")
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", min=0, help="Times to start all again on what computes, if one is killed."),
+    ] = 0,
+) -> int:
+    """Start a training program once for each device, as torchrun does, and balance it without a changed line.
+
+    Its global batch, its order of rows and what it learns stay; docs/run.md says which programs can be balanced.
+    """
+    from ..launch.job import make_job
+    from ..launch.processes import named_output
+    from ..launch.restarts import run_job, say
+
+    read = read_command(command or [])
+    chosen, given = choose_plan(plan, devices, read.identity)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="evener-run-") as folder:
+        path = Path(folder, "plan.toml")
+        chosen.save(path)
+        notes = Path(folder, "notes")
+        notes.mkdir()
+        set_environment(ProgramSettings(str(notes), read.name, strict, not given))
+        job = make_job(path, read.words, None, None, executable=read.executable)
+        say(f"{read.name} starts on {', '.join(device.label for process in job.processes for device in process)}")
+        with named_output(job.names) as output:
+            code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
+        left = read_notes(notes)
+        if not code:
+            say(f"{read.name} has ended, after {duration(time.monotonic() - began)}")
+        for line in summarize(chosen, left):
+            say(line)
+        saved = None if code or given else save_plan(chosen, read, left)
+    if saved is not None:
+        say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")
+    return code

@@ -1,0 +1,287 @@
+"""`evener runs`, `export` and `report`: past runs listed, shown, annotated, deleted; a run's plan and its page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+import typer
+
+from evener.balancer.number_format import duration, rate
+from evener.balancer.result.next_steps import find_training_step
+from evener.balancer.result.words import say_all
+from evener.balancer.store import runs as store
+from evener.balancer.store.runs import RunSummary, State, StoredRun
+from evener.balancer.store.trainings import TrainingRecord
+from evener.errors import RequestError
+from evener.plan.file import Format, to_json, to_toml
+
+from ..text.formatting import folded, note_words, plain
+from ..text.parsing import parse_duration, parse_words
+from ..text.progress import observation_words
+from ..text.summaries import summary_lines, training_report
+from ..text.tables import align, harmless_json, json_text, toml_text
+from .options import JsonOption, RunName
+from .output import check_new, check_plan_file, check_replaceable, terminal_columns
+
+_KEYS: dict[str, Callable[[RunSummary], Any]] = {
+    "workload": lambda one: one.workload,
+    "samples/s": lambda one: -(one.samples_per_second or 0.0),
+    "time": lambda one: -one.seconds,
+}
+_WIDEST_TEXT = 40
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
+runs_app = typer.Typer(help="Past runs: list them; show, tag, note, delete or prune them.", invoke_without_command=True)
+app = typer.Typer()
+app.add_typer(runs_app, name="runs")
+
+
+@runs_app.callback()
+@runs_app.command("list")
+def list_runs(
+    context: typer.Context,
+    states: Annotated[
+        str | None, typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable.")
+    ] = None,
+    hide_failed: Annotated[bool, typer.Option("--hide-failed", help="Leave out what failed or can't be read.")] = False,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help="Only runs whose workload's name contains this.")
+    ] = None,
+    order: Annotated[
+        Literal["created", "workload", "samples/s", "time"] | None,
+        typer.Option("--sort", help="Sort by this, the newest or largest first. Default: created."),
+    ] = None,
+    most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="List at most this many runs.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List past runs, the newest first: their state, tags and notes, and why they failed."""
+    if context.invoked_subcommand is not None:
+        if context.invoked_subcommand in ("list", "show"):  # which take these options too, as in `runs --json list`
+            given = {name: value for name, value in context.params.items() if value}
+            context.default_map = {context.invoked_subcommand: given}
+        return
+    found, among = store.list_runs(), _parse_states(states) or get_args(State)
+    listed = [
+        one
+        for one in found
+        if one.state in among
+        and not (hide_failed and one.state in ("failed", "unreadable"))
+        and (tag is None or tag in one.tags)
+        and (workload is None or workload in one.workload)
+    ]
+    listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
+    if as_json:
+        print(json_text({"runs": listed}))
+    elif listed:
+        _print_table(listed)
+    else:
+        words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
+        print(f"evener: {words}", file=sys.stderr)
+
+
+def _parse_states(text: str | None) -> list[State] | None:
+    """`failed,stopped` as states; RequestError for another word."""
+    words = parse_words(text)
+    for word in words or ():
+        if word not in get_args(State):
+            raise RequestError(f"--state {word!r} is not known.", f"Choose from {', '.join(get_args(State))}.")
+    return words  # type: ignore[return-value]  # checked above
+
+
+def _print_table(listed: Sequence[RunSummary]) -> None:
+    rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
+    about = [_about(one) for one in listed]
+    lines = zip(align(rows, numbers_from=5), ["notes" if any(about) else "", *about], strict=True)
+    width = terminal_columns()
+    for line, text in lines:
+        if not text or width is None or len(line) + 2 + len(text) <= width:
+            print(f"{line}  {text}".rstrip())
+        else:
+            print("\n".join([line, *(f"  {part}" for part in folded(text, width - 2))]))
+
+
+def _row(summary: RunSummary) -> tuple[str, ...]:
+    devices = plain(", ".join(summary.devices[:4])) + (" …" if len(summary.devices) > 4 else "")
+    ratios = ":".join(f"{ratio:.2f}" for ratio in summary.ratios[:4]) + (" …" if len(summary.ratios) > 4 else "")
+    figure = rate(summary.samples_per_second) if summary.samples_per_second is not None else "-"
+    seconds = duration(summary.seconds) if summary.state != "failed" and summary.seconds else "-"
+    workload = plain(summary.named_workload, _WIDEST_TEXT)
+    probes = str(summary.probes) if summary.kind == "search" else "-"
+    return (summary.run, summary.state, workload, devices, ratios or "-", probes, seconds, figure)
+
+
+def _about(summary: RunSummary) -> str:
+    """Tags, note, and why it failed."""
+    words = (" ".join(f"#{tag}" for tag in summary.tags), summary.note, summary.trouble)
+    return plain("; ".join(word for word in words if word), 1000)
+
+
+@runs_app.command("show")
+def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
+    """Show a run: its state, measurements and plan; or a training: its speed, shares and restarts."""
+    name = store.find_any(run_id)
+    training = store.load_training(name)
+    if training is not None:
+        print(json_text(_training_as_json(training)) if as_json else "\n".join(training_report(training)))
+        return
+    run = store.load_run(name)
+    if as_json:
+        print(json_text(_as_json(run)))
+        return
+    labels = tuple(device.label for device in run.header.devices)
+    print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
+    print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
+    about = (" ".join(f"#{tag}" for tag in run.note.tags), run.note.note)
+    print("".join(f"{plain(line, 1000)}\n" for line in about if line), end="")
+    for seen in run.observations:
+        print(f"  {observation_words(seen, labels)}")
+    summary = summary_lines(run.plan, labels, run.verdict, terminal_columns()) if run.plan else None
+    print("\n".join(["", *summary] if summary else ["this run has no plan"]))
+
+
+def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
+    return {
+        "run": training.run,
+        "state": training.state,
+        "trouble": training.failure,
+        "seconds": training.seconds,
+        "entries": training.entries,
+    }
+
+
+def _as_json(run: StoredRun) -> dict[str, Any]:
+    header = msgspec.to_builtins(run.header)
+    return {
+        "run": run.header.run,
+        **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
+        "state": run.state,
+        "trouble": run.trouble,
+        "note": run.note.note,
+        "tags": run.note.tags,
+        "observations": run.observations,
+        "plan": run.plan,
+        "verdict": run.verdict,
+        "interrupted": run.interrupted,
+        "findings": {**msgspec.to_builtins(run.findings), "faults": run.faults},
+    }
+
+
+@runs_app.command("note")
+def note_run(
+    run_id: RunName, text: Annotated[str, typer.Argument(metavar="TEXT", help='The note; "" removes it.')]
+) -> None:
+    """Write a note on a run; prune keeps it."""
+    _annotate(run_id, note=text)
+
+
+@runs_app.command("tag")
+def tag_run(
+    run_id: RunName,
+    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="One or more words.")],
+    remove: Annotated[bool, typer.Option("--remove", "-r", help="Remove these tags instead.")] = False,
+) -> None:
+    """Tag a run, to find it by `runs --tag`; prune keeps it."""
+    _annotate(run_id, **{"remove_tags" if remove else "add_tags": tags})
+
+
+def _annotate(name: str, **changes: Any) -> None:
+    found = store.annotate_run(name, **changes)
+    words = note_words(found.note, found.tags) or "no tags, no note"
+    print(f"evener: {store.find_any(name)}: {plain(words, 1200)}", file=sys.stderr)
+
+
+@runs_app.command("delete")
+def delete_runs(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Ids, beginnings of ids, or `last`.")],
+    yes: YesOption = False,
+) -> None:
+    """Delete runs, after asking."""
+    _delete(list(dict.fromkeys(map(store.find_any, run_ids))), yes)
+
+
+@runs_app.command("prune")
+def prune_runs(
+    older: Annotated[
+        str | None, typer.Option("--older-than", help="Only runs that are older, like 30d or 12h.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=0, help="The number of newest runs to keep.")] = None,
+    states: Annotated[
+        str | None, typer.Option("--state", help="Only runs in these states, like failed,stopped.")
+    ] = None,
+    only_print: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
+    yes: YesOption = False,
+) -> None:
+    """Delete runs that meet all conditions given, after asking; never one that is running, tagged or has a note."""
+    if older is None and keep is None and states is None:
+        raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
+    seconds = None if older is None else parse_duration(older, "--older-than")
+    chosen = _parse_states(states) or ()
+    found = store.choose_prunable(store.list_runs(), older_seconds=seconds, keep=keep, states=chosen)
+    if not found:
+        print("evener: no run matches; those with a note or a tag are kept", file=sys.stderr)
+    elif only_print:
+        _print_table(found)
+    else:
+        _delete([one.run for one in found], yes)
+
+
+def _delete(found: Sequence[str], yes: bool) -> None:
+    """Delete these; asks first on a terminal, and needs --yes elsewhere."""
+    if not yes:
+        if not sys.stdin.isatty():
+            raise RequestError("Deleting runs needs a confirmation.", "Add --yes, or answer on a terminal.")
+        what = ", ".join(found) if len(found) <= 5 else f"{len(found)} runs, from {found[-1]} to {found[0]}"
+        if input(f"Delete {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("evener: nothing deleted", file=sys.stderr)
+            return
+    for name in found:
+        store.delete_run(name)
+        print(f"evener: deleted {name}", file=sys.stderr)
+
+
+@app.command()
+def export(
+    run_id: RunName,
+    form: Annotated[Format | None, typer.Option("--format", help="Default: by the file's ending, or toml.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
+    ] = None,
+    force: ForceOption = False,
+) -> None:
+    """Write a past run's plan as TOML or JSON."""
+    if output is not None:
+        check_plan_file(output, "-o")
+        if form is not None and output.suffix != f".{form}":
+            raise RequestError(
+                f"--format {form} and -o {output} differ.", "Give one of them; the file name's ending is enough."
+            )
+        if not force:
+            check_replaceable(output, "Add --force to replace it, or name another file.")
+    plan = store.load_run(run_id).require_plan()
+    if output is None:
+        text = harmless_json(to_json(plan)) if form == "json" else toml_text(to_toml(plan))
+        print(text, end="", flush=True)
+        return
+    plan.save(output)
+    print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
+    for step in say_all(find_training_step(plan, str(output))):
+        print(f"evener: {plain(step)}", file=sys.stderr)
+
+
+@app.command()
+def report(
+    run_id: RunName,
+    output: Annotated[Path, typer.Option("-o", "--output", help="An .html, .png or .svg file.")],
+    force: ForceOption = False,
+) -> None:
+    """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
+    from ..report.page import save_report
+
+    check_new(output, force)
+    save_report(run_id, output)
+    print(f"evener: report written to {plain(str(output))}", file=sys.stderr)

@@ -1,0 +1,242 @@
+"""The processes of this host: children of this one, or under PyTorch's elastic agent; their output and their end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import product
+from typing import Any
+
+import msgspec
+
+from evener.balancer.probes.launch_plan import find_free_ports
+from evener.errors import DeviceError, RequestError
+from evener.training.start_rank import STARTS
+
+from ..signals import caught_signals, restored_signals
+from .job import HostJob
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The end of all processes of one start; without a signal and failures, all ended well."""
+
+    signal: int = 0  # that asked the launcher to end
+    failures: dict[int, int] = {}  # rank -> exit code of those that failed by themselves; below 0 the signal
+    left: tuple[int, ...] = ()  # ranks that ended well before the others: in mid-epoch that is why those failed
+
+    @property
+    def is_loss(self) -> bool:
+        """True if a process was killed, or aborted by an error; False for a script that raised an exception.
+
+        SIGTERM is what the others get when one has failed.
+        """
+        codes = set(self.failures.values())
+        return bool(codes) and (any(code < 0 and code != -signal.SIGTERM for code in codes) or max(codes) < 0)
+
+    @property
+    def words(self) -> str:
+        """The process that failed, and how; before it, one that had left."""
+        rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
+        left = f"rank {self.left[0]} left with exit code 0, and " if self.left and code != -signal.SIGKILL else ""
+        return f"{left}rank {rank} " + (f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code}")
+
+
+def _order(code: int) -> int:
+    """A process that was killed is why others abort or raise exceptions, and these are why others get SIGTERM."""
+    return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+STREAMS = (1, 2)  # standard output and error
+LONGEST_LINE = 1 << 16
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # of lines, also a progress bar's
+
+
+@contextmanager
+def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    """The files that each process opens as its standard output and error; after it, all that was written is out."""
+    end = secrets.token_bytes(16)  # the pipes may stay open, in what the processes have started
+    pipes = [(*os.pipe(), f"[{name}] ".encode(), stream) for name, stream in product(names, STREAMS)]
+    threads = [threading.Thread(target=_copy, args=(read, end, *place), daemon=True) for read, _, *place in pipes]
+    for thread in threads:
+        thread.start()
+    paths = [f"/proc/{os.getpid()}/fd/{write}" for _, write, *_ in pipes]
+    try:
+        yield tuple(zip(paths[::2], paths[1::2], strict=True))
+    finally:
+        for (_, write, *_), thread in zip(pipes, threads, strict=True):
+            with suppress(OSError):
+                os.write(write, end)
+            thread.join()
+            os.close(write)
+
+
+def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:
+    """Copy until `end`, or until nobody takes what is written: then the process hears of it."""
+    begun = found = b""
+    with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
+        while not found:
+            text, found, _ = (begun + pipe.read(LONGEST_LINE)).partition(end)
+            *lines, begun = _ENDS.split(text)
+            if found or len(begun) > LONGEST_LINE:
+                lines, begun = [*lines, begun and begun + b"\n" * bool(found)], b""
+            for line in filter(None, lines):
+                _write(stream, name + line)
+
+
+def _write(stream: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(stream, text) :]
+
+
+POLL_SECONDS = 0.1
+END_SECONDS = 30.0  # that a process has to end after SIGTERM
+
+
+def run_children(job: HostJob) -> Ending:
+    """Start the processes and wait for their end; if one fails, the others are ended."""
+    with caught_signals() as caught:
+        running = _start(job)
+        codes: dict[int, int] = {}
+        try:
+            codes = _wait(running, caught)
+        finally:
+            _end(running, caught[0] if caught else signal.SIGTERM)
+    if caught:
+        return Ending(caught[0])
+    first = job.plan.layout.active.index(job.own[0])
+    failures = {first + i: code for i, code in codes.items() if code}
+    return Ending(failures=failures, left=tuple(first + i for i, code in codes.items() if not code))
+
+
+def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
+    environment = job.environment(_cluster(job))
+    starts = json.loads(environment[STARTS])
+    command = [sys.executable, "-m", "evener.training.start_rank", *job.command]
+    return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
+
+
+def _cluster(job: HostJob) -> list[dict[str, str]]:
+    """TF_CONFIG of each process of this host, where there are several in all; their order is the plan's."""
+    active = job.plan.layout.active
+    if len(active) == 1 or job.plan.layout.engine != "multiworker":
+        return []
+    if len(job.hosts) == 1:
+        peers = [f"127.0.0.1:{port}" for port in find_free_ports(len(active))]
+    else:
+        peers = [f"{share.host}:{job.meeting[1] + i}" for i, share in enumerate(active)]
+    own = [i for i, share in enumerate(active) if share.host == job.host]
+    configs = ({"cluster": {"worker": peers}, "task": {"type": "worker", "index": i}} for i in own)
+    return [{"TF_CONFIG": json.dumps(config)} for config in configs]
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
+    """Wait until all have ended well, one hasn't, or a signal comes; the exit codes of those that have ended."""
+    while not caught:
+        codes = {i: code for i, process in enumerate(running) if (code := process.poll()) is not None}
+        if any(codes.values()) or len(codes) == len(running):
+            return codes
+        time.sleep(POLL_SECONDS)
+    return {}
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """End those that still run, by force if they don't end by themselves; Ctrl-C on a terminal they get from it."""
+    for process in running:
+        if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
+            process.send_signal(number)
+    deadline = time.monotonic() + END_SECONDS
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _is_in_foreground() -> bool:
+    """True if a terminal sends its signals to this process and its children."""
+    with suppress(OSError):
+        return os.tcgetpgrp(0) == os.getpgrp()
+    return False
+
+
+FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
+
+
+def run_agent(job: HostJob, max_restarts: int) -> Ending:
+    """Start the processes and wait for their end; on several hosts the agents start them again by themselves."""
+    more = {"TORCHELASTIC_RESTART_COUNT": str(job.attempt)} if job.attempt else {}
+    environment = job.environment([more] * len(job.processes))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # it has pages about a host that isn't there
+    try:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher import LaunchConfig, elastic_launch
+    except ImportError as error:
+        raise RequestError(
+            f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
+        ) from None
+    logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
+    if "TORCH_CPP_LOG_LEVEL" not in environment:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    # A store for each start: the agent's own still has the addresses of processes that were ended before a restart.
+    os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
+    with restored_signals():
+        config = LaunchConfig(
+            nproc_per_node=len(job.processes),
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
+            **_meet(job),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "evener.training.start_rank", *job.command)
+        except ChildFailedError as error:
+            first = min(failure.timestamp for failure in error.failures.values())
+            ended = {
+                rank: each.exitcode for rank, each in error.failures.items() if each.timestamp < first + FORCE_SECONDS
+            }
+            own = range(len(job.processes)) if len(job.hosts) == 1 else ()
+            return Ending(failures=ended, left=tuple(rank for rank in own if rank not in error.failures))
+        except SignalException as error:
+            return Ending(error.sigval)
+        except RendezvousError:
+            host, port = job.meeting
+            raise DeviceError(
+                f"The hosts {', '.join(job.hosts)} didn't meet at {host}:{port} within {job.wait_seconds:g} s.",
+                "Run the line for each other host there, see that the port is open, or wait longer (--wait 10m).",
+            ) from None
+    return Ending()
+
+
+def _meet(job: HostJob) -> dict[str, Any]:
+    """The address where the agents of all hosts find each other; alone, at any free port."""
+    if len(job.hosts) == 1:
+        place: dict[str, Any] = {"rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1", "run_id": job.identity}
+    else:
+        host, port = job.meeting
+        seconds = math.ceil(job.wait_seconds)
+        times = {"timeout": seconds, "join_timeout": seconds, "read_timeout": seconds}
+        place = {
+            "rdzv_endpoint": f"{host}:{port}",
+            "run_id": job.identity,
+            "local_addr": job.host,
+            "rdzv_configs": {**times, "is_host": host == job.host},
+        }
+    return {"rdzv_backend": "c10d", "min_nodes": len(job.hosts), "max_nodes": len(job.hosts), **place}

@@ -1,0 +1,187 @@
+"""A training program of the user's as `evener run` starts it: its command, its shares, and what it says at its end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import evener.program
+from evener.balancer.number_format import milliseconds, percent, rate
+from evener.devices.child_environment import import_path
+from evener.devices.discover import discover
+from evener.devices.terms import write_limit
+from evener.errors import DeviceError, EvenerError, RequestError
+from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
+from evener.program.notes import ProgramSettings, RankNote
+from evener.system.state_folders import runs_folder
+from evener.training.launched import PROGRAM
+
+from ..text.tables import Table
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+PLAN_FILE = "plan.toml"  # beside the journal of a program's training
+HOOKS = Path(evener.program.__file__).parent / "site"
+
+
+class ProgramCommand(msgspec.Struct, frozen=True):
+    """The start of a program: an executable, its arguments, and a name that is the same next time."""
+
+    executable: str
+    words: tuple[str, ...]
+    identity: str
+
+    @property
+    def name(self) -> str:
+        """The program in a line: its script without the folder."""
+        return Path(self.identity).name
+
+
+def read_command(words: Sequence[str]) -> ProgramCommand:
+    """The command behind `--`; RequestError for one that isn't there, or that starts processes itself."""
+    if not words:
+        raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
+    first, *rest = words
+    if first == "-m" or first.endswith(".py"):
+        first, rest = sys.executable, [*words]
+    if Path(first).name in LAUNCHERS:
+        raise _starts_itself(Path(first).name, rest)
+    executable = shutil.which(first)
+    if executable is None:
+        raise RequestError(f"There is no command {first}.", "Correct its name, or give the path of a script.")
+    if Path(executable).name.startswith("python"):
+        return _read_python(executable, rest)
+    return ProgramCommand(executable, tuple(rest), str(Path(executable).absolute()))
+
+
+def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
+    options = _skip_options(rest)
+    script = options[0] if options else ""
+    if script == "-m" and len(options) > 1:
+        if options[1] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+            raise _starts_itself(f"python -m {options[1]}", options[2:])
+        return ProgramCommand(executable, tuple(rest), f"-m {options[1]}")
+    if script.endswith(".py") and not Path(script).is_file():
+        raise RequestError(f"There is no script {script}.", "Correct its name.")
+    return ProgramCommand(
+        executable, tuple(rest), str(Path(script).absolute()) if script.endswith(".py") else executable
+    )
+
+
+def _skip_options(words: Sequence[str]) -> list[str]:
+    """A Python command line from its script on, or from `-m` or `-c`, which end Python's own options."""
+    left = list(words)
+    while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
+        takes_value = left.pop(0) in ("-W", "-X", "--check-hash-based-pycs")
+        del left[:takes_value]
+    return left
+
+
+def _starts_itself(name: str, rest: Sequence[str]) -> RequestError:
+    """The error for a launcher, with the command that it would start, as far as it is clear."""
+    place = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), None)
+    command = shlex.join(rest[place:]) if place is not None else "python train.py ARGS"
+    return RequestError(
+        f"{name} starts a process for each device itself, which evener run does in its place.",
+        f"Write evener run -- {command}; what {name} would set beside that, set in the environment.",
+    )
+
+
+def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, bool]:
+    """The plan that is given, else the last one of this program on these devices, else an even one; True if given."""
+    if given is not None:
+        plan = load_plan(given)
+        if len({share.host for share in plan.layout.active}) > 1:
+            raise RequestError("The plan is for several hosts.", "Make one for the devices of this machine.")
+        return msgspec.structs.replace(plan, workload=identity), True
+    found = discover(devices).devices
+    if {device.kind for device in found} & {"simulated", "sim"}:
+        raise DeviceError("A simulated device trains nothing.", "Name real devices.")
+    if limited := [f"{device.label} @{limit}" for device in found if (limit := write_limit(device.limit))]:
+        raise RequestError(
+            f"A program isn't held to a limit: {', '.join(limited)}.",
+            "Omit the limit; evener balance measures under it, and evener run --plan takes the shares of its plan.",
+        )
+    templates = tuple(Share(device.id, device.index, device.name, 0, 0.0) for device in found)
+    even = make_plan(identity, templates, (1,) * len(found))
+    return find_last_plan(even) or even, False
+
+
+def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
+    """A plan of these shares for a program, without figures."""
+    layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
+    made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
+    return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
+
+
+def find_last_plan(even: Plan) -> Plan | None:
+    """The plan that this program's last training on these devices ended with."""
+    wanted = {share.device for share in even.layout.share}
+    for path in sorted(runs_folder().glob(f"*/{PLAN_FILE}"), reverse=True):
+        with suppress(EvenerError):
+            plan = load_plan(path)
+            if plan.workload == even.workload and {share.device for share in plan.layout.active} == wanted:
+                return plan
+    return None
+
+
+def set_environment(settings: ProgramSettings) -> None:
+    """Let the processes that are started from now on have the hooks, and know these settings."""
+    os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
+    inherited = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOOKS), import_path(inherited))))
+    os.environ["PYTHONUNBUFFERED"] = "1"
+
+
+def read_notes(folder: Path) -> tuple[RankNote, ...]:
+    """The notes that ranks have left, in their order."""
+    notes = []
+    for path in folder.glob("*.json"):
+        with suppress(msgspec.DecodeError):
+            notes.append(msgspec.json.decode(path.read_bytes(), type=RankNote))
+    return tuple(sorted(notes, key=lambda note: note.rank))
+
+
+def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
+    """The shares at the end as a plan beside the training's journal; None without a training by shares."""
+    if not notes or not notes[0].run or notes[0].last is None or len(notes) < len(notes[0].last.shares):
+        return None
+    shares = {note.device: notes[0].last.shares[note.rank] for note in notes}
+    active = [share for share in plan.layout.active if share.device in shares]
+    made = make_plan(command.identity, active, [shares[share.device] for share in active])
+    path = runs_folder() / notes[0].run / PLAN_FILE
+    made.save(path)
+    return path
+
+
+def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
+    """A table of each device's share and own work, first and last, then samples/s and what else happened."""
+    if not notes or notes[0].first is None or notes[0].last is None:
+        return []
+    labels = {share.device: f"{share.name} ({share.device})" for share in plan.layout.active}
+    rows = [("device", "share", "own work", "share at the end", "own work at the end")]
+    for note in notes:
+        if note.first is not None and note.last is not None:
+            cells = [_cells(each.shares[note.rank], each.own_work_s) for each in (note.first, note.last)]
+            rows.append((labels.get(note.device, note.device), *cells[0], *cells[1]))
+    lines = Table("", rows, 1).lines()
+    before, after = (sum(each.shares) / each.step_s if each.step_s else 0.0 for each in (notes[0].first, notes[0].last))
+    if before and after:
+        was = "even" if len(set(notes[0].first.shares)) == 1 else "+".join(map(str, notes[0].first.shares))
+        moved = notes[0].first.shares != notes[0].last.shares
+        gain = f", {percent(after / before - 1)} more" if moved and after > before else ""
+        lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first ({was}){gain}")
+    retreats = sum(note.retreats for note in notes)
+    if retreats:
+        lines.append(f"{retreats} passes ran out of memory and were computed again in smaller ones")
+    return [line for line in lines if line]
+
+
+def _cells(share: int, own_work_s: float) -> tuple[str, str]:
+    return str(share), milliseconds(own_work_s) if own_work_s else "?"

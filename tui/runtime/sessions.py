@@ -1,0 +1,113 @@
+"""Sessions of the app that are no search: chosen batches are timed, and the journal of a run is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from evener.balancer import journal
+from evener.balancer.events import Event, EventThread, Finished, Observed, ProbeStarted, Started
+from evener.balancer.intake import read_job, take_in
+from evener.balancer.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
+from evener.balancer.manual_run import choose_layout
+from evener.balancer.probes.child_prober import make_prober
+from evener.balancer.request import Request
+from evener.balancer.store import replay, runs
+from evener.balancer.store.locks import lock_devices
+from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
+from evener.errors import NoLayoutError
+from evener.system.state_folders import new_error_file
+
+RUNS = 3
+SECONDS = 10.0  # of each run without warm-up
+BELIEF = Belief((), f"Times the batches that were asked for, {RUNS} times.")
+
+
+class ProbeSession(EventThread):
+    """Times one layout a few times. EvenerError if the devices or the batches are wrong."""
+
+    def __init__(self, request: Request, batches: Sequence[int]) -> None:
+        super().__init__()
+        self._resolved = take_in(request)
+        devices = self._resolved.devices
+        self._layout = choose_layout(len(devices), None, batches)
+        self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])
+        self._prober = make_prober(self._resolved, error_file=new_error_file())
+
+    def close(self) -> None:
+        """End every child and release the devices."""
+        self.stop()
+        self._prober.close()
+        super().close()
+        self._locks.close()
+
+    def _work(self) -> None:
+        """Ends after the last run, or after one that failed."""
+        resolved = self._resolved
+        labels = tuple(device.label for device in resolved.devices)
+        self._events.put(Started("", labels, resolved.workload, None, 0, resolved.notes))
+        for turn in range(RUNS):
+            self._going.wait()
+            if self._halt.is_set() or not isinstance(self._run(turn), Timed):
+                return
+
+    def _run(self, turn: int) -> Observation | None:
+        probe = Probe(self._layout, "split" if self._layout.traits.together else "solo", SECONDS, turn, True)
+        self._events.put(ProbeStarted(probe, self._prober.now()))
+        for seen in self._prober.measure((probe,), self._events.put, self._halt):
+            walls = int(isinstance(seen, OutOfMemory))
+            self._events.put(Observed(seen, BELIEF, None, turn + 1, walls, self._prober.now()))
+            return seen
+        return None
+
+
+def read_run(name: str) -> Record:
+    """The journal of a run; RequestError if it can't be read."""
+    return journal.read(runs.journal_path(runs.find(name)))
+
+
+def recorded_events(record: Record) -> Iterator[Event]:
+    """The session's events from its journal alone: a new search gets the same observations.
+
+    The end of a run that failed is raised, as it was by its session.
+    """
+    header = record.header
+    request = header.request
+    labels = tuple(device.label for device in header.devices)
+    yield Started(header.run, labels, header.workload, request.budget_seconds, 0)
+    search = replay.make_search(read_job(header), record.facts)
+    probes = out_of_memory = 0
+    for entry in record.entries:
+        if isinstance(entry, AskedEntry):
+            for probe in entry.probes:
+                yield ProbeStarted(probe, entry.at_seconds)
+        elif isinstance(entry, ObservationEntry):
+            search.tell(entry.seen)
+            probes += 1
+            out_of_memory += isinstance(entry.seen, OutOfMemory)
+            yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
+        elif isinstance(entry, EndedEntry) and entry is record.ended:
+            ended = (entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds, entry.findings)
+            yield Finished(header.run, *ended)
+    if isinstance(record.last_end, FailedEntry):
+        raise NoLayoutError(record.last_end.message or "The run failed.")
+
+
+class RunReplay(EventThread):
+    """Recorded events as a session: `speed` times as fast as they were, no gap longer than `longest_gap_seconds`."""
+
+    def __init__(self, events: Iterable[Event], *, speed: float = 8.0, longest_gap_seconds: float = 0.7) -> None:
+        super().__init__()
+        self._recorded = events
+        self._speed = speed
+        self._longest_gap_seconds = longest_gap_seconds
+
+    def _work(self) -> None:
+        before = 0.0
+        for event in self._recorded:
+            at_seconds = float(getattr(event, "at_seconds", before))
+            gap = min(self._longest_gap_seconds, max(0.0, at_seconds - before) / self._speed)
+            before = at_seconds
+            if self._halt.wait(gap):
+                return
+            self._going.wait()
+            self._events.put(event)

@@ -1,0 +1,111 @@
+"""Starts the app on a terminal, and ends it when the terminal, or the server of its browser, is gone without a signal.
+
+The devices are read for the first time while Textual is imported. Only a terminal's own session gets the hang-up
+signal; without it Textual's writer blocks forever on a deleted terminal, and the loop runs no signal handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from evener.devices.types import Snapshot
+
+from .runtime.snapshot_publisher import open_publisher
+
+CRASH_EXIT_CODE = 70
+
+
+def run_app(
+    devices: str,
+    *,
+    theme: str | None = None,
+    replay: Path | None = None,
+    ray_address: str = "",
+    serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
+    **options: Any,
+) -> int:
+    """Run the app on this terminal and return the exit code; `options` are the app's own.
+
+    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
+    address) are raised before the terminal is touched.
+    """
+    gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
+    publisher, trainable = open_publisher(devices, replay, ray_address)
+    publisher.start()
+    from .app import EvenerApp
+
+    app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
+    app.snapshot = publisher.latest()
+    with watching_terminal(app.hang_up, app.close_threads):
+        try:
+            with serving(publisher.latest) if serving else contextlib.nullcontext(), _drawing_on_the_terminal():
+                result = app.run()
+        finally:
+            app.close_threads()
+    if app.crash_log is not None or app.return_code == 1:
+        where = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
+        print(f"evener crashed; {where}.", file=sys.stderr)
+        return CRASH_EXIT_CODE
+    return result or 0
+
+
+@contextlib.contextmanager
+def _drawing_on_the_terminal() -> Iterator[None]:
+    """Textual draws on `sys.__stderr__`: while the app runs, that is standard output's terminal if stderr is a file."""
+    before = sys.__stderr__
+    if before is not None and before.isatty():
+        yield
+        return
+    with open(os.dup(1), "w", encoding="utf-8") as terminal:
+        sys.__stderr__ = terminal  # type: ignore[misc] # final for those who import it
+        try:
+            yield
+        finally:
+            sys.__stderr__ = before  # type: ignore[misc]
+
+
+GRACE_SECONDS = 2.0
+CODE = 129  # as after SIGHUP
+
+
+@contextmanager
+def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`, then exit."""
+    if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
+        yield
+        return
+    stopped, stopping = os.pipe()
+    arguments = (sys.__stdin__.fileno(), stopped, leave, end)
+    watcher = threading.Thread(target=_watch, args=arguments, name="evener-hang-up", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        os.write(stopping, b".")
+        watcher.join()
+        os.close(stopping)
+        os.close(stopped)
+
+
+def _watch(terminal: int, stopped: int, leave: Callable[[], None], end: Callable[[], None]) -> None:
+    poller = select.poll()
+    poller.register(stopped, select.POLLIN)
+    poller.register(terminal, 0)  # no events but hang-ups and errors, which poll always reports
+    if any(which == stopped for which, _ in poller.poll()):
+        return
+    poller.unregister(terminal)
+    leave()
+    if not poller.poll(1000 * GRACE_SECONDS):
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(GRACE_SECONDS)
+        os._exit(CODE)  # the main thread is blocked on the terminal

@@ -1,0 +1,147 @@
+"""A plan and a training as text: tables of shares and rivals, and what the journal of a training says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
+from evener.balancer.result.gains import is_certain, write_gain
+from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
+from evener.balancer.store.trainings import TrainingRecord
+from evener.balancer.types import Interval
+from evener.live.journal import ChangeEntry, EndEntry, RetreatEntry, SpeedEntry, StartEntry
+from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
+
+from .formatting import energy_cells, folded, plain
+from .tables import align
+
+
+def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:
+    """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order.
+
+    With `width`, that of a terminal, sentences are broken between words.
+    """
+    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
+    for warning in plan.warnings:
+        lines += folded(f"warning: {plain(warning)}", width, "  ")
+    return [*lines, "", *folded(plain(verdict), width)] if verdict else lines
+
+
+def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
+    """A table with a row per device: its share, its ratio, its samples/s within the layout and alone."""
+    alone = {
+        rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
+    }
+    rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
+    combined, known = plan.throughput.samples_per_second, is_certain(plan_rate(plan, tuple(labels)).figure)
+    for share, label in zip(plan.layout.share, labels, strict=True):
+        solo = alone.get(label)
+        rows.append(
+            (
+                label + (f" @{plain(share.limit, 32)}" if share.limit else ""),
+                plain(share.name, 32),
+                write_share(share.batch, share.micro) if share.batch else "left out",
+                f"{share.ratio:.3f}",
+                rate(share.ratio * combined) if share.batch and known else "-",
+                _alone(solo),
+            )
+        )
+    total, error = plan.layout.global_batch, half_width(combined, plan.throughput.low, plan.throughput.high)
+    rows.append(("together", "", str(total), "1.000", rate(combined) if known else "unknown", f"± {error}"))
+    tokens = f"{rate(plan.throughput.tokens_per_second)} tokens/s, {percent(plan.throughput.padding)} padding"
+    return [
+        *align(rows, numbers_from=2),
+        *([tokens] if plan.throughput.tokens_per_second else []),
+        *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
+    ]
+
+
+def _write_energy(figure: Throughput) -> str:
+    """Samples per joule of all devices, and what they draw for it; those that are left out apart."""
+    efficiency, active, idle = energy_cells(figure.samples_per_second, figure.active_watts, figure.idle_watts)
+    return f"{efficiency} samples/J at {active} W" + (f", and {idle} W in idle devices" if figure.idle_watts else "")
+
+
+def _alone(solo: Evidence | None) -> str:
+    if solo is None:
+        return "-"
+    (share,), figure = solo.layout.active, solo.throughput
+    sure = is_certain(Interval(figure.samples_per_second, figure.low, figure.high))
+    return f"{rate(figure.samples_per_second) if sure else 'unknown'} at {write_share(share.batch, share.micro)}"
+
+
+def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
+    """Lines on the plan's gain over the even split and the best single device, and its part of the sum of solos."""
+    lines, own = [], plan_rate(plan, tuple(labels))
+    for rival in plan_rivals(plan, tuple(labels)):
+        where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
+        figure = f"{rate(rival.samples_per_second)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
+        if rival.batches != own.batches and (
+            rival.name != LARGER_BATCH or rival.samples_per_second > own.samples_per_second
+        ):
+            lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
+    return lines
+
+
+def _versus(own: RivalRate, rival: RivalRate) -> str:
+    """The plan's gain over another layout, or why it isn't said."""
+    gain = rival.gain_of(own)
+    if gain is None:
+        if not is_certain(own.figure, rival.figure):
+            return ""
+        split = len(rival.batches) - rival.batches.count(0) > 1
+        near = f"none was measured near {sum(own.batches)} samples"
+        return f"; {near if split else 'less than in the plan, so a device alone was not measured at its best batch'}"
+    if rival.name == SUM:
+        return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
+    if rival.tie:
+        return "; the plan is as fast within the error"
+    size = write_gain(abs(gain), own.figure, rival.figure)
+    in_turn = "measured in turn, " if rival.paired is not None else ""
+    return f"; {in_turn}the plan {'gains' if gain >= 0 else 'loses'} {size}"
+
+
+LATEST = 1e11  # seconds since the epoch that a date can be made of
+WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the last line
+
+
+def training_report(training: TrainingRecord) -> Iterator[str]:
+    """Lines for the terminal: the whole, then each start, change, and speed that differs from the one before."""
+    start = training.start
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
+    yield plain(f"training {training.run}: {start.workload}, {start.framework}, {began}", 1000)
+    yield plain(
+        f"{training.state}, {duration(training.seconds)}" + (f": {training.failure}" * bool(training.failure)), 1000
+    )
+    said = 0.0
+    for entry, following in zip(training.entries, (*training.entries[1:], None), strict=True):
+        match entry:
+            case StartEntry():
+                yield plain(f"  {_clock(entry.at)}  {_start_words(entry)}", 1000)
+                said = 0.0
+            case SpeedEntry(steps_per_second=steps):
+                last = not isinstance(following, SpeedEntry)
+                if last or abs(steps - said) > WORTH_SAYING * max(steps, said):
+                    speed = f"{steps:.3g} steps/s, {rate(entry.samples_per_second)} samples/s"
+                    yield f"  {_clock(entry.at)}  step {count_words(entry.step)}: {speed}"
+                    said = steps
+            case ChangeEntry(change=change):
+                shares = " → ".join("+".join(map(str, each)) for each in (change.before, change.after))
+                yield plain(f"  {_clock(change.at)}  {change.reason}: {shares}", 1000)
+            case RetreatEntry(line=line):
+                yield plain(f"  {_clock(entry.at)}  {line}", 1000)
+            case EndEntry(failure=failure):
+                yield plain(f"  {_clock(entry.at)}  ended" + f": {failure}" * bool(failure), 1000)
+
+
+def _start_words(start: StartEntry) -> str:
+    shares = "+".join(map(str, start.shares))
+    words = f"{'started again' if start.reason else 'started'}: {shares} rows on {', '.join(start.devices)}"
+    promise = start.plan_samples_per_second
+    words += f"; the plan says {rate(promise)} samples/s" if promise else ""
+    return f"{words} ({start.reason})" if start.reason else words
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(min(at, LATEST)))
