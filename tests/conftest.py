@@ -44,6 +44,9 @@ def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # or, under PYTHONDONTWRITEBYTECODE, hundreds of processes would do it
         for folder in ("evener", "devices", "workloads", "balancer", "tui", "tests/support"):
             compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
+    # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would take the cores from
+    # other workers' tests, and small operations ten times as long; read when PyTorch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     paths = [str(Path(__file__).parent / "support" / "light_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):

@@ -15,10 +15,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 CLEAN = ("balancer", "devices", "evener", "tui", "workloads")
-WITHOUT_A_NOUN = re.compile(
-    r"(Of|The same|Its?|As|Also|And|Those|That|What|Whether|How|So many|They|Which|Who|Whose)\b"
-)
-FRAGMENTS = re.compile(r"\b(so many|in hand|as they come|whoever)\b", re.IGNORECASE)
+WITHOUT_A_NOUN = re.compile(r"(Of|The same|Its?|As|Also|And|Those|That|What|Whether|How|They|Which|Who|Whose)\b")
+FRAGMENTS = re.compile(r"\b(so\s+many|in\s+hand|as\s+they\s+come|who(m|so)?ever)\b", re.IGNORECASE)
 Named = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -117,9 +117,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """A circle can't be read, tested or moved piece by piece; imports for types alone count too."""
     package = Path(evener.__file__).parent
     imports = imports_by_module(package)
-    assert {"evener.plan.file", "evener.tui.app.app", "evener.balancer.session"} <= imports.keys(), (
-        "every package is read"
-    )
+    assert {"evener.plan.file", "evener.tui.app", "evener.balancer.session"} <= imports.keys(), "every package is read"
     assert circles(imports) == []
 
 

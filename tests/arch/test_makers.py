@@ -18,12 +18,13 @@ FRAMEWORKS = (
     "evener/torch_split/",
     "evener/keras_split/",
     "evener/ray.py",
+    "workloads/profiling.py",
     "workloads/torch_backend/",
     "workloads/keras_backend/",
 )
 SHOWN = (
     "tui/view/devices.py",  # leaves the maker out of a product's name
-    "tui/cli/commands/machine.py",  # shows the reference units of some NVIDIA products
+    "tui/cli/machine.py",  # shows the reference units of some NVIDIA products
 )
 REPO = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""Families and objectives are asked, not compared by name: nobody outside their folders knows what they are called."""
+"""Families and objectives are asked, not compared by name: nobody outside their files knows what they are called."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evener.balancer.families.registry import FAMILIES
-from evener.balancer.objectives.registry import OBJECTIVES
+from evener.balancer.families import FAMILIES
+from evener.balancer.objectives import OBJECTIVES
 from evener.plan.layout import KINDS
 from tests.arch.test_names import PACKAGES, REPO, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
-FAMILY_ROOM = "balancer/families/", "evener/plan/layout.py"  # the second reads them from plans and journals
-OBJECTIVE_ROOM = ("balancer/objectives/",)
+FAMILY_ROOM = "balancer/families.py", "evener/plan/layout.py"  # the second reads them from plans and journals
+OBJECTIVE_ROOM = ("balancer/objectives.py",)
 OTHER_WORDS = {"stage", "engine"}  # a stage of a search and an engine of Keras may have the same names
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from evener.balancer.dry_run import Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
-from evener.balancer.intake.job import take_in
+from evener.balancer.intake import take_in
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import solo
-from evener.devices.simulated.machine_file import catalogue
+from evener.devices.simulated import catalogue
 from evener.errors import NoLayoutError
 from evener.tui.cli.main import run
 from tests.support.cores import two_cores

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.families.registry import find_family
-from evener.balancer.objectives.registry import find_objective
+from evener.balancer.families import find_family
+from evener.balancer.objectives import find_objective
 from evener.balancer.probes.block_timing import Block
-from evener.balancer.probes.child_group import GroupError, RankFailure
+from evener.balancer.probes.failures import GroupError, RankFailure
 from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import choose_winner, compare_turns, value_of
@@ -25,7 +25,7 @@ from evener.devices.nvidia.nvml_library import describe
 from evener.devices.vitals import Vitals
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
-from evener.tui.report.contents import read_report
+from evener.tui.report.figures import read_report
 from tests.support.efficiency_oracle import is_efficient
 
 ENERGY = find_objective("samples-per-joule")
@@ -157,7 +157,7 @@ def test_a_search_by_energy_takes_the_lean_device_alone(own_folder: Path, capsys
     assert split.samples_per_second > own.samples_per_second
     assert "samples/J at 191 W, and 36 W in idle devices" in printed
     assert "% faster (" in printed
-    assert "the most of the layouts at most 10 % slower than the fastest, and" in printed
+    assert "the most among the layouts at most 10 % slower than the fastest, and" in printed
     ranked = {one.name: one.throughput for one in read_report("last").ranking}
     assert ranked["the plan"] == own
     assert ranked["best split"] == split

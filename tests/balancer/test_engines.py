@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake.job import take_in
+from evener.balancer.intake import take_in
+from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.launch_plan import GroupKey, assign_devices, choose_engine
-from evener.balancer.probes.make import make_prober
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
@@ -22,10 +22,10 @@ SPLIT = layout_of((6, 2))
 
 def asked(**fields: Any) -> Request:
     """For the small Keras network, with an engine."""
-    return Request(**{"devices": "cpu", "workload": "keras_mnist", "engine": "mirrored", **fields})
+    return Request(**{"devices": "cpu", "workload": "keras_mnist", "engine": "towers", **fields})
 
 
-@pytest.mark.parametrize(("engine", "children"), [("towers", 1), ("mirrored", 1), ("multiworker", 2)])
+@pytest.mark.parametrize(("engine", "children"), [("towers", 1), ("multiworker", 2)])
 def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
     """Whatever `auto` would have taken; a solo has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
@@ -44,9 +44,9 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
         ({"devices": "sim:t4,t4"}, "no effect on simulated devices"),
         (
             {"devices": "cpu:0,cpu:1@60%"},
-            "CPU:1 is limited to 60%, which needs its own process; --engine mirrored",
+            "CPU:1 is limited to 60%, which needs its own process; --engine towers",
         ),
-        ({"devices": "cpu:0,cpu:1@2GiB", "engine": "towers"}, "CPU:1 is limited to 2GiB, which needs its own process"),
+        ({"devices": "cpu:0,cpu:1@2GiB"}, "CPU:1 is limited to 2GiB, which needs its own process"),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -67,11 +67,11 @@ def test_limits_that_an_engine_can_keep_are_let_through(fake_nvml: Callable[...,
 @pytest.mark.slow
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for(cores_of_one_user: int) -> None:
     """Real steps of uneven shares, by the engine that nothing else would choose; the plan would name it."""
-    prober = make_prober(take_in(asked(engine="mirrored")))
+    prober = make_prober(take_in(asked()))
     try:
         (seen,) = prober.measure((Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event())
         assert isinstance(seen, Timed)
         assert seen.samples_per_second > 0
-        assert prober.facts().engine == "mirrored"
+        assert prober.facts().engine == "towers"
     finally:
         prober.close()

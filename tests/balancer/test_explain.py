@@ -8,14 +8,11 @@ from typing import cast
 import msgspec
 import pytest
 
-from evener.balancer.families.family import Placement
-from evener.balancer.families.pack import pack_on
-from evener.balancer.families.place import place_on
-from evener.balancer.families.registry import find_family
-from evener.balancer.result.layout_names import name_all, name_candidate
+from evener.balancer.families import Placement, find_family, pack_on, place_on
+from evener.balancer.result.layout_names import describe, describe_all
 from evener.balancer.result.rivals import Rival, find_larger, list_rivals
 from evener.balancer.result.verdict import find_verdict, waiting_share
-from evener.balancer.result.words import write_verdict
+from evener.balancer.result.words import say, say_all, write_verdict
 from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
@@ -128,7 +125,7 @@ def test_a_single_device_says_what_two_would_lose_and_why() -> None:
     words = explain(chosen, [rival(SPLIT, 0.1, 1345)], LABELS, Costs(0.034))
     assert words == (
         "Use GPU:0 alone, 256 samples a step: 1 345 samples/s ± 0.5 %;"
-        " a split over GPU:0 and GPU:1 loses 9 %, because keeping them in step costs 34 ms a step."
+        " a split over GPU:0 and GPU:1 loses 9 %, because synchronizing the devices costs 34 ms a step."
     )
     tie = explain(chosen, [rival(SPLIT, 0.003, 1345, tie=True)], LABELS)
     assert tie.endswith("; a split over GPU:0 and GPU:1 is no faster within the error (1 341 samples/s).")
@@ -151,7 +148,7 @@ def test_a_cause_that_does_not_cover_the_loss_is_not_named() -> None:
     chosen = result(SOLO, 256 / 0.0028)
     slow = rival(SPLIT, 7.2 / 2.8 - 1, 256 / 0.0028)
     words = explain(chosen, [slow], LABELS, Costs(0.00016, 0.0017))
-    assert words.endswith("loses 61 %: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest isn't explained.")
+    assert words.endswith("loses 61 %: its step takes 7.2 ms, its longest part alone 1.7 ms; the rest is unexplained.")
 
 
 def test_another_batch_is_named_and_one_that_is_far_off_is_not_compared() -> None:
@@ -183,7 +180,7 @@ def test_a_rate_that_is_not_known_is_not_said() -> None:
     """Nor what it gains, and nothing is compared with such a rival."""
     words = explain(result(SPLIT, 2123, 0.3), list_rivals(result(SPLIT, 2123, 0.3), [standing(SOLO, 1000.0)]), LABELS)
     assert words == (
-        "Split 0.586:0.414 over GPU:0 and GPU:1 (150 + 106 samples). The samples/s aren't known (± 30.0 %)."
+        "Split 0.586:0.414 over GPU:0 and GPU:1 (150 + 106 samples). The samples/s are too uncertain (± 30.0 %)."
     )
     found = list_rivals(
         result(SPLIT, 2123), [msgspec.structs.replace(standing(SOLO, 1000.0), throughput=Interval(1000, 600, 1400))]
@@ -191,7 +188,7 @@ def test_a_rate_that_is_not_known_is_not_said() -> None:
     assert "GPU:0 alone" not in explain(result(SPLIT, 2123), found, LABELS)
     found = list_rivals(result(SOLO, 2123), [], [result(SPLIT, 2000, 0.4)])
     assert explain(result(SOLO, 2123), found, LABELS).endswith(
-        "; how fast a split over several devices is isn't known."
+        "; the speed of a split over several devices isn't known."
     )
 
 
@@ -239,9 +236,9 @@ def test_a_larger_batch_that_is_faster_is_named_with_what_it_adds() -> None:
     """The tolerance chose the smaller one, and the reader may not want it to."""
     larger = candidate("split", Layout("split", (400, 300)))
     words = explain(result(SPLIT, 1000), [rival(larger, 1 / 1.015 - 1), rival(SOLO, 0.5)], LABELS)
-    assert words.endswith("; 700 samples a step would add 1.5 %.")
+    assert words.endswith("; 700 samples a step would be 1.5 % faster.")
     tie = rival(larger, 1 / 1.015 - 1, tie=True)
-    assert "would add" not in explain(result(SPLIT, 1000), [tie], LABELS)
+    assert "would be" not in explain(result(SPLIT, 1000), [tie], LABELS)
 
 
 def test_only_a_faster_layout_of_one_training_with_more_samples_is_a_larger_batch() -> None:
@@ -299,19 +296,24 @@ def test_one_device_is_compared_with_the_fastest_split_that_was_measured_whether
      (PACK, "pack of 5"), (candidate("pack", pack_on(SOLO.layout, 2, "mps")), "pack of 2 under MPS")],
 )  # fmt: skip
 def test_names_for_tables_and_evidence(one: Candidate, expected: str) -> None:
-    assert name_candidate(one, 2) == expected
+    assert say(describe(one, 2)) == expected
 
 
 def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
     some = split_evenly(4, (0, 2), 64)
     assert some is not None
-    assert name_candidate(candidate("even", some), 4) == "even over 2"
+    assert say(describe(candidate("even", some), 4)) == "even over 2"
 
 
 def test_no_two_layouts_have_one_name() -> None:
     """The slower of two of a kind is another one; the third says its samples."""
     found = [SPLIT, *(candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
-    assert name_all(found, 2) == ("best split", "another split", "another split, 30 + 10", "best single device")
+    assert say_all(describe_all(found, 2)) == (
+        "best split",
+        "another split",
+        "another split, 30 + 10",
+        "best single device",
+    )
 
 
 # ---------------------------------------------------------------------- waiting

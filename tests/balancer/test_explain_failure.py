@@ -10,7 +10,7 @@ import pytest
 from evener.balancer.events import Event, Finished, ProbeProgress
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.request import Request
-from evener.balancer.result.explain_failure import explain_no_plan, find_unfinished, list_failures
+from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
 from evener.balancer.result.outcome import RunEnd
 from evener.balancer.result.words import say_all
 from evener.balancer.search.decisions import Stop
@@ -66,8 +66,9 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
         OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
         Failed(Probe(solo(2, 1, 8), "solo", 1.0), "raised", "GPU:1, building: t.py:3: ValueError: no", (1,), 1.0),
     ]
-    assert list_failures(seen, DEVICES) == (
-        "GPU:0 ran out of memory with 8 samples; GPU:1 failed with 8 samples, building: t.py:3: ValueError: no"
+    assert say_all(find_failures(seen, DEVICES)) == (
+        "GPU:0 ran out of memory with 8 samples",
+        "GPU:1 failed with 8 samples, building: t.py:3: ValueError: no",
     )
 
 
@@ -76,7 +77,7 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
         Failed(Probe(solo(2, i, 8), "solo", 1.0), "raised", f"GPU:{i}, building: there is no torch.", (i,), 1.0)
         for i in range(2)
     ]
-    assert list_failures(seen, DEVICES) == "GPU:0 and GPU:1 failed, building: there is no torch"
+    assert say_all(find_failures(seen, DEVICES)) == ("GPU:0 and GPU:1 failed, building: there is no torch",)
 
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])

@@ -62,16 +62,16 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     assert set(DOUBTS) == set(ORDER), "a journal may have any of them behind a measurement"
     sentences = explain_doubts(doubts, DEVICES)
     assert len(set(sentences)) == len(ORDER)
-    assert "GPU:1: Steps became 30.0 % faster while they were timed; measure again with a longer --budget." in sentences
+    assert "GPU:1: Steps got 30.0 % faster while they were timed; measure again with a longer --budget." in sentences
     (slower,) = explain_doubts([Warned("drift", 0.05)], DEVICES, "more steps")
-    assert slower == "Steps became 5.0 % slower while they were timed; measure again with more steps."
+    assert slower == "Steps got 5.0 % slower while they were timed; measure again with more steps."
 
 
 def test_a_busy_cpu_is_not_to_be_cooled() -> None:
     """A GPU that is held back may be hot."""
     slices = [Device(f"cpu-{i}-of-2", i, "EPYC", "cpu", None) for i in range(2)]
     (busy,), (hot,) = (explain_doubts([Warned("throttled", 0.1, 0)], devices) for devices in (slices, DEVICES))
-    assert "as by other work; look at" in busy
+    assert "perhaps by other work; look at" in busy
     assert "let it cool" in hot
 
 
@@ -112,7 +112,7 @@ def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> No
     assert doubts == (Warned("not_finite", 3.0, 0),)
     assert weakened(doubts) == "its loss was not finite: look at it before you train."
     (sentence,) = explain_doubts(doubts, DEVICES)
-    assert sentence.startswith("GPU:0: The loss was not finite (NaN or infinite) by step 3: ")
+    assert sentence.startswith("GPU:0: The loss was NaN or infinite at step 3, ")
 
 
 def test_noise_is_that_of_the_figure_over_all_turns() -> None:
@@ -126,7 +126,7 @@ def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
     """Per device, in a sentence."""
     seen = [timed(short=(0, 1 << 30)), timed(short=(0, 3 << 30)), timed()]
     (sentence,) = say_all(find_taken_memory(seen, DEVICES))
-    assert sentence == "GPU:1: others hold 3.0 GiB of its memory; the batches here leave it to them."
+    assert sentence == "GPU:1: other processes hold 3 GiB of its memory; the plan's batches leave it to them."
     assert find_taken_memory([timed()], DEVICES) == []
 
 
@@ -163,8 +163,11 @@ def test_an_epoch_of_few_steps_is_said_where_the_number_of_rows_is_certain() -> 
     """With the option that bounds it."""
     assert find_few_steps(SPLIT, 0) == find_few_steps(SPLIT, 100 * (820 + 568)) == []
     assert explain_few_steps(SPLIT, 28000) == (
-        "An epoch is only 20 steps, as a step takes 1388 of the 28000 rows; search with --max-global-batch 280 for 100."
+        "An epoch is only 20 steps, because a step takes 1388 of the 28000 rows; for 100, search with"
+        " --max-global-batch 280."
     )
     assert "only 1 step," in explain_few_steps(SPLIT, 2000)
-    assert "An epoch is less than one step, as a step takes 1388 of the 1280 rows;" in explain_few_steps(SPLIT, 1280)
+    assert "An epoch is less than one step, because a step takes 1388 of the 1280 rows;" in explain_few_steps(
+        SPLIT, 1280
+    )
     assert explain_few_steps(SPLIT, 64).endswith("of the 64 rows.")

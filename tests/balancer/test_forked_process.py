@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.balancer.probes.child import Child, Inbox
-from evener.balancer.probes.forked_process import ServerProcess
-from evener.balancer.probes.protocol import Ready
-from evener.balancer.probes.stack_dump import SIGNAL
+from evener.balancer.probes.children import Child, Inbox
+from evener.balancer.probes.fork_server import ServerProcess
+from evener.balancer.probes.protocol import STACK_SIGNAL, Ready
 
 SECONDS = 60.0
 OPENS_A_GPU = """
@@ -67,7 +66,7 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(0.5)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     servers.append(server := ServerProcess({}, ()))
-    server.send_signal(None, SIGNAL)
+    server.send_signal(None, STACK_SIGNAL)
     assert is_ready(server)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake.job import take_in
+from evener.balancer.intake import take_in
 from evener.balancer.request import Request
 from evener.balancer.store.runs import list_runs
-from evener.devices import busy
 from evener.errors import DeviceError
 from evener.tui.cli.main import run
 from tests.support.fake_nvml import GIB, FakeProcess
@@ -21,7 +20,7 @@ TOTAL_BYTES = 140 * GIB  # of the scripted driver's GPUs, beside what it reserve
 @pytest.fixture
 def nvml(fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two idle GPUs."""
-    monkeypatch.setattr(busy, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("evener.devices.discover.SETTLE_SECONDS", 0.0)
     double = fake_nvml(2)
     for gpu in double.gpus:
         gpu.utilization = 0
@@ -85,5 +84,5 @@ def test_memory_that_is_being_freed_is_waited_for(nvml: Any, monkeypatch: pytest
     """A process that has just ended still holds its memory for a moment."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
-    monkeypatch.setattr("evener.devices.busy.time.sleep", lambda _: fill(nvml, 0, 100 * GIB))
+    monkeypatch.setattr("evener.devices.discover.time.sleep", lambda _: fill(nvml, 0, 100 * GIB))
     assert any(note.startswith("GPU:1 has too little") for note in resolve_notes())

@@ -10,17 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from evener.balancer.probes import child_group
-from evener.balancer.probes.child import Child, Exited, Inbox
-from evener.balancer.probes.child_group import ChildGroup, GroupError, RankFailure, RankMap
-from evener.balancer.probes.protocol import Built, ChildError
-from evener.balancer.probes.stack_dump import Stack
+from evener.balancer.probes import children
+from evener.balancer.probes.children import Child, ChildGroup, Inbox
+from evener.balancer.probes.failures import GroupError, RankFailure
+from evener.balancer.probes.launch_plan import RankMap
+from evener.balancer.probes.protocol import Built, ChildError, Exited, Stack
 
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a rank has failed, the others get a moment to say why they stopped: here all has been said."""
-    monkeypatch.setattr(child_group, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(children, "GRACE_SECONDS", 0.1)
 
 
 def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:

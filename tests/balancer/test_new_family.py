@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from evener.balancer import journal
-from evener.balancer.families import registry
-from evener.balancer.families.family import Family, View
+from evener.balancer import families, journal
+from evener.balancer.families import Family, View
 from evener.balancer.store import replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
@@ -34,9 +33,9 @@ class SpareFamily(Family):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.add(SpareFamily(), Traits(alone=True, devices=(1, 1)))
+    families.add(SpareFamily(), Traits(alone=True, devices=(1, 1)))
     yield
-    del registry.FAMILIES["spare"], KINDS["spare"]
+    del families.FAMILIES["spare"], KINDS["spare"]
 
 
 def test_a_family_more_is_compared_planned_and_replayed(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:

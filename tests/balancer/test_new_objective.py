@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from evener.balancer import journal
-from evener.balancer.objectives import registry
-from evener.balancer.objectives.objective import Objective
+from evener.balancer import journal, objectives
+from evener.balancer.objectives import Objective
 from evener.balancer.store import replay
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Timed
@@ -37,9 +36,9 @@ class Dollars(Objective, frozen=True):
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.add(Dollars("samples-per-dollar", "most for the money", "samples per dollar", trades_speed=True))
+    objectives.add(Dollars("samples-per-dollar", "most for the money", "samples per dollar", trades_speed=True))
     yield
-    del registry.OBJECTIVES["samples-per-dollar"]
+    del objectives.OBJECTIVES["samples-per-dollar"]
 
 
 def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +47,7 @@ def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.C
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "70%"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [share["batch"] for share in said["layout"]["share"]] == [1000, 0]
-    assert "samples per dollar, the most of the layouts at most 70 % slower" in said["verdict"]
+    assert "samples per dollar, the most among the layouts at most 70 % slower" in said["verdict"]
     assert replay.recover(journal.read(journal_path(find("last")))).verdict == said["verdict"]
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "5%"]) == 0
     fast = json.loads(capsys.readouterr().out)

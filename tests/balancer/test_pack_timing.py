@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 
-from evener.balancer.probes.child_group import ChildGroup, RankMap
+from evener.balancer.probes.children import ChildGroup
+from evener.balancer.probes.launch_plan import RankMap
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
 from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps

@@ -27,11 +27,10 @@ from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
-from evener.devices.cluster import placement
-from evener.devices.cluster.agents import end_agents, find_agent
+from evener.devices.cluster import discovery
+from evener.devices.cluster.agents import find_agent
 from evener.devices.cluster.connection import list_nodes
-from evener.devices.cluster.discovery import describe_versions
-from evener.devices.cluster.placement import hold_other_gpus
+from evener.devices.cluster.discovery import describe_versions, hold_other_gpus
 from evener.devices.discover import discover
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, RequestError
@@ -47,6 +46,7 @@ from tests.support.ray_cluster import (
     NODE,
     SECOND,
     THIRD,
+    end_agents,
     kill_raylet,
     list_children,
     list_processes,
@@ -121,7 +121,7 @@ def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPa
     end_agents()
     until(lambda: free() == [(1, 0), (1, GPUS)], "that nothing is reserved")
 
-    monkeypatch.setattr(placement, "name_gpus", lambda ids: tuple(f"GPU-{number}" for number in ids))
+    monkeypatch.setattr(discovery, "name_gpus", lambda ids: tuple(f"GPU-{number}" for number in ids))
     node = list_nodes()[1]
     held = hold_other_gpus(node, ["GPU-1"])
     until(lambda: free()[1] == (1, 1), "that one GPU is held")
@@ -268,7 +268,9 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
         if "known" in ended.verdict:
             ended = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)
     assert len(ended.plan.layout.active) == 1
-    costs = re.search(r"a split over .* loses .*, because keeping them in step costs (\d+) ms a step", ended.verdict)
+    costs = re.search(
+        r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step", ended.verdict
+    )
     assert costs is not None, ended.verdict
     assert int(costs[1]) >= 25  # nearly 50; what the devices compute is predicted from steps that others slowed
     more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.devices.cluster.agents import end_agents
 from evener.devices.cluster.connection import list_nodes
 from evener.devices.discover import discover
 from evener.errors import PlanError, RequestError
@@ -28,6 +27,7 @@ from tests.support.ray_cluster import (
     NODE,
     SECOND,
     THIRD,
+    end_agents,
     kill_raylet,
     list_processes,
     running_cluster,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evener.balancer.probes import script_copy
-from evener.balancer.probes.child_group import GroupError, RankFailure
+from evener.balancer.probes.failures import GroupError, RankFailure
 from evener.balancer.probes.script_copy import WrittenScript, copy_script, copy_workload
 from evener.errors import DeviceError, RequestError
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.balancer import journal
+from evener.balancer import intake, journal
+from evener.balancer.comparison import take_in_comparison
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
-from evener.balancer.intake import job
-from evener.balancer.intake.comparison import take_in_comparison
 from evener.balancer.journal import EndedEntry, ObservationEntry
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
@@ -68,6 +67,23 @@ def ended(events: list[Event]) -> Finished:
 def observed(events: list[Event]) -> list[Probe]:
     """The probes that were measured, in order."""
     return [event.seen.probe for event in events if isinstance(event, Observed)]
+
+
+def test_evidence_says_which_device_alone_was_measured_while_the_others_worked() -> None:
+    """Contention slows it then; what was raced or measured at rest had the machine for itself."""
+    request = msgspec.structs.replace(PAIR, global_batch=256)
+    events = drive(request)
+    alone = {
+        event.seen.probe.layout.shares
+        for event in events
+        if isinstance(event, Observed) and event.seen.probe.stage in ("rest", "race")
+    }
+    found = [one for one in ended(events).plan.evidence if one.name.startswith("solo ")]
+    assert found
+    for one in found:
+        shares = tuple(share.batch for share in one.layout.share)
+        assert one.busy == (shares not in alone)
+    assert any(one.busy for one in found)
 
 
 def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
@@ -137,7 +153,7 @@ def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(t
     finished = ended(drive(Request(devices=f"sim:{machine}")))
     assert finished.plan.layout.kind == "solo"
     assert finished.plan.ratios == (1.0, 0.0)
-    assert re.search(r"Use SIM:0 alone.*loses \d+ %, because keeping them in step costs \d+ ms", finished.verdict)
+    assert re.search(r"Use SIM:0 alone.*loses \d+ %, because synchronizing the devices costs \d+ ms", finished.verdict)
 
 
 @pytest.mark.parametrize("cut", range(1, 27))
@@ -431,7 +447,7 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
         asked.append(spec)
         return discover(spec, ray_address=ray_address)
 
-    monkeypatch.setattr(job, "discover", count)
+    monkeypatch.setattr(intake, "discover", count)
     session = Session(take_in_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
     session.close()
     assert asked == ["sim:t4,t4"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import evener
-from evener.balancer.probes.stack_dump import read_stack
+from evener.balancer.probes.protocol import read_stack
 
 HOME = Path(evener.__file__).parent
 WORKER = [(f"{HOME}/balancer/probes/worker.py", 107, "_build_workload")]

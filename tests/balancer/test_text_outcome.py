@@ -19,9 +19,9 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml
 from evener.shares.costs import Cost
-from evener.tui.text.plan_summary import share_table
 from evener.tui.text.progress import observation_words
 from evener.tui.text.ranking_tables import ranking_json, ranking_table
+from evener.tui.text.summaries import share_table
 from tests.support.text_machines import TextMachine
 
 FAST, SLOW = Cost(0.001, 2e-5, 1e-8), Cost(0.002, 4e-5, 2e-8)
@@ -63,15 +63,15 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     assert even.throughput.padding > 0.5
     assert {"solo CPU:0", "solo CPU:1"} <= {one.name for one in plan.evidence}
     assert parse_plan(to_toml(plan)) == plan
-    assert verdict.startswith("An epoch is only 64 steps, as a step takes 64 of the 4096 rows; search with")
+    assert verdict.startswith("An epoch is only 64 steps, because a step takes 64 of the 4096 rows; for 100,")
     assert "Split the cost of each batch 0.6" in verdict
     assert "tokens/s" in verdict
     assert re.search(r"% padding, the devices' own work within \d+(\.\d)? %\)", verdict)
-    assert "faster than the even split of rows as they come" in verdict
+    assert "faster than the even split by number of rows" in verdict
 
 
 def test_tables_have_tokens_and_padding(record: Record) -> None:
-    search = replay.make_search(record.header, [entry.seen for entry in record.seen], record.facts)
+    search = replay.make_search(record.header.job, record.facts, record.observations)
     head, *rows = ranking_table(search, LABELS).rows
     assert head[2:5] == ("tokens/s", "padding", "samples/s")
     assert all(row[3].endswith(" %") for row in rows)

@@ -19,6 +19,7 @@ from evener.system.state_folders import runs_folder
 from evener.tui.cli.main import run as evener
 
 RECORD = LiveRecord("torch", "mine.py", 500.0, 1, 1_000.0, (LiveDevice("a", 0, 5, 500.0),), plan_samples_per_second=900)
+RETREAT = "b ran out of memory at step 6,600: passes of 3 -> 1 rows, 0.1 s"
 CHANGE = ShareChange(40, 1_070.0, (5, 3), (6, 2), "b slower by 40 % since step 31")
 
 
@@ -34,6 +35,8 @@ def write(name: str, monkeypatch: pytest.MonkeyPatch, reason: str = "") -> Train
     journal = TrainingJournal(["a", "b"], [5, 3])
     for record in (at(0, 1), at(10, 1001), at(30, 3001), at(60, 6001), at(70, 6501, CHANGE), at(95, 7751, CHANGE)):
         journal.note(record)
+        if record.step == 6501:
+            journal.note_retreat(RETREAT)
     return journal
 
 
@@ -74,6 +77,7 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
         "  00:17:10  step 3 001: 100 steps/s, 800.0 samples/s",
         "  00:17:40  step 6 001: 100 steps/s, 800.0 samples/s",
         "  00:17:50  b slower by 40 % since step 31: 5+3 → 6+2",
+        f"  {said[-3].split()[0]}  {RETREAT}",
         "  00:18:15  step 7 751: 50 steps/s, 400.0 samples/s",
     ]
     assert evener(["runs", "show", "20261122-120000-abc2", "--json"]) == 0

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.probes import protocol
-from evener.balancer.probes.child import InvalidReply, parse_reply
 from evener.balancer.probes.protocol import (
     Begin,
     Build,
     Built,
     ChildError,
+    InvalidReply,
     Prepare,
     Prepared,
     Ran,
     Ready,
     RunSteps,
+    parse_reply,
 )
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from evener.devices.busy import find_others
-from evener.devices.discover import discover
+from evener.devices.discover import discover, find_others
 
 
 def notes() -> tuple[str, ...]:

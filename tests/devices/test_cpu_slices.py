@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from evener.devices.cpu.slices import MEMORY_SHARE, available_memory_bytes, slices
+from evener.devices.cpu import MEMORY_SHARE, available_memory_bytes, slices
 from evener.errors import RequestError
 
 

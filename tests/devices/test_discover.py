@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.discover import discover
-from evener.devices.limits import write_limit
 from evener.devices.listing import Discovery, visible_devices
-from evener.devices.terms import parse_request
+from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device, Limit, Term
 from evener.errors import DeviceError, RequestError
 

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from evener.devices.cpu.slices import slices
-from evener.devices.cpu.source import CpuSource
-from evener.devices.host.metrics import HostMeter, ProcessReading, ProcessTable, clean_text
-from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates, rate_reading
+from evener.devices.cpu import CpuSource, slices
+from evener.devices.processes import HostMeter, ProcessReading, ProcessTable, clean_text
+from evener.devices.snapshot_builder import OnDevice, SnapshotBuilder, TrainingRates, rate_reading
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State
 from evener.live.reporter import LiveDevice, Training
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.limits import LARGEST_BYTES, parse_limit, write_limit
+from evener.devices.terms import LARGEST_BYTES, parse_limit, write_limit
 from evener.devices.types import Limit
 from evener.errors import RequestError
 

@@ -43,12 +43,12 @@ time.sleep(600)
 """
 COMPARISON = """
 import sys
-from evener.balancer.intake import comparison
+from evener.balancer import comparison
 from evener.balancer.search import budget
-from evener.devices.cpu.backend import CpuSlices
+from evener.devices.cpu import CpuSlices
 from evener.devices.nvidia.mps import MpsDaemon
 from evener.tui.cli.main import run
-budget.BASE_SECONDS.update(dict.fromkeys(sys.argv[1:], 0.5))
+budget.BASE_SECONDS.update(dict.fromkeys(sys.argv[1:], 0.2))
 comparison._pack_modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
 CpuSlices.open_daemon = lambda backend: MpsDaemon()
 quick = ["-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32"]

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from evener.devices.discover import discover, open_source
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
-from evener.devices.nvidia.events import describe
-from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource
+from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource, describe_event
+from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.view.marks import UNICODE
@@ -398,8 +396,8 @@ def test_xid_and_ecc_events_reach_their_own_row(rig: Rig) -> None:
 
 
 def test_an_unknown_event_is_still_said() -> None:
-    assert describe(0x8, 999) == "XID 999"
-    assert describe(0x10000, 0) == "event 0x10000"
+    assert describe_event(0x8, 999) == "XID 999"
+    assert describe_event(0x10000, 0) == "event 0x10000"
 
 
 def test_a_driver_without_events_is_no_trouble(rig: Rig) -> None:

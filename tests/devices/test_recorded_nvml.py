@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
 from evener.devices.nvidia.source import NvmlSource
+from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from tests.support.nvml_tape import NvmlPlayer, NvmlRecorder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.devices.machine import Machine, SimulatedDevice
-from evener.devices.simulated.machine_file import parse_machine
+from evener.devices.simulated import parse_machine
 from evener.errors import RequestError
 
 FILE = """

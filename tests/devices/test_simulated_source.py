@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.discover import discover, open_source
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
 from evener.devices.machine import Machine
-from evener.devices.simulated.machine_file import catalogue
-from evener.devices.simulated.source import SimulatedSource
+from evener.devices.simulated import SimulatedSource, catalogue
+from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.devices.cpu.slices import slices
+from evener.devices.cpu import slices
 from evener.errors import RequestError
 from evener.system.cgroups import container_cpus, container_memory_bytes
 from evener.system.cpu_topology import allowed_cpus, core_groups, cut, slice_cores

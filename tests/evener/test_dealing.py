@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.shares.costs import Cost, RankCost
-from evener.shares.passes import split_passes
-from evener.shares.whole_rows import apportion
+from evener.shares.whole_rows import apportion, split_passes
 from evener.training.dealing import Dealer
 from tests.support.dealing_oracle import least_seconds
 

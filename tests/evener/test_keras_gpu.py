@@ -20,18 +20,16 @@ SCRIPT = Path(__file__).parents[1] / "support" / "keras_proofs.py"
 SECONDS = 550
 
 
-@pytest.mark.parametrize("engine", ["towers", "mirrored"])
-def test_two_gpus_learn_what_one_learns(engine: str, tmp_path: Path) -> None:
+def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:
     """Within what GPUs' own order of sums leaves of float64; each does its own heavy work; GPU 1 can train alone."""
-    (found,) = read_all([start(SCRIPT, f"{engine} on gpus", str(tmp_path))], SECONDS)
+    (found,) = read_all([start(SCRIPT, "towers on gpus", str(tmp_path))], SECONDS)
     for case in ("adam L2", "momentum one row"):
         assert found[case]["weights"] <= 1e-7
         assert found[case]["logs"] <= 1e-6
-    if engine == "towers":
-        assert {"GPU:0", "GPU:1"} <= set(found["placed"]["Conv2D"])
-        assert {"GPU:0", "GPU:1"} <= set(found["placed"]["Conv2DBackpropFilter"])
-        assert found["second"]["weights"] <= 1e-7
-        assert found["engine of one"] == "solo"
+    assert {"GPU:0", "GPU:1"} <= set(found["placed"]["Conv2D"])
+    assert {"GPU:0", "GPU:1"} <= set(found["placed"]["Conv2DBackpropFilter"])
+    assert found["second"]["weights"] <= 1e-7
+    assert found["engine of one"] == "solo"
 
 
 def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ if not all(map(find_spec, ("torch", "lightning", "accelerate"))):
 import torch
 
 from evener.errors import RequestError
-from evener.torch_split.pass_loader import PassLoader
-from evener.torch_split.pass_sampler import PassSampler
+from evener.torch_split.loader import StepLoader, StepSampler
 from evener.torch_split.sampler import UnevenBatchSampler
 
 LIGHTNING, ACCELERATE = "tests.support.lightning_programs", "tests.support.accelerate_programs"
@@ -112,24 +111,24 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert found["accumulated"] == [(2, 3), (2, 3)]  # global batches, and steps: a second training is over at once
 
 
-def test_a_pass_loader_goes_on_in_mid_epoch() -> None:
-    def make(shares: tuple[int, int] = (6, 2), passes: int = 2) -> PassLoader:
-        return PassLoader(range(21), PassSampler(UnevenBatchSampler(21, shares, 0, seed=4), passes), collate_fn=list)
+def test_a_trainers_loader_goes_on_in_mid_epoch() -> None:
+    def make(shares: tuple[int, int] = (6, 2)) -> StepLoader:
+        return StepLoader(range(21), StepSampler(UnevenBatchSampler(21, shares, 0, seed=4)), collate_fn=list)
 
     first = make()
     first.set_epoch(1)
     whole = list(first)
-    first.done = 4  # two steps of two passes
+    first.done = 2
     state = first.state_dict()
     for other in (make(), make((5, 3))):
         other.load_state_dict(state)
         other.set_epoch(1)
         rest = list(other)
-        assert len(rest) == len(whole) - 4
-        assert other.done == 4
+        assert len(rest) == len(whole) - 2
+        assert other.done == 2
     again = make()
     again.load_state_dict(state)
     again.set_epoch(1)
-    assert list(again) == whole[4:]
-    with pytest.raises(RequestError, match="passes 2, this training has 3"):
-        make(passes=3).load_state_dict(state)
+    assert list(again) == whole[2:]
+    with pytest.raises(RequestError, match="a global batch of 8 rows, this training has 9"):
+        make((6, 3)).load_state_dict(state)

@@ -27,8 +27,7 @@ from hypothesis import strategies as st
 from evener.errors import RequestError
 from evener.live import reporter as live
 from evener.live.files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
-from evener.live.reporter import Details, Reporter, live_folders, read_trainings, report
-from evener.live.times import DeviceTimes
+from evener.live.reporter import Details, DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
 
 

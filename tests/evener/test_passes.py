@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.shares.passes import count_passes, split_passes
+from evener.shares.whole_rows import count_passes, split_passes
 
 
 @given(st.integers(0, 10**4), st.integers(1, 10**4))

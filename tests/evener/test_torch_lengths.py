@@ -18,10 +18,9 @@ from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.shares.costs import Cost, RankCost
 from evener.torch_split import Loader, Split
-from evener.torch_split.dealt_batch import DealtBatch
-from evener.torch_split.length_sampler import LengthSampler
-from evener.torch_split.pass_sampler import PassSampler
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.batch import DealtBatch
+from evener.torch_split.loader import StepSampler
+from evener.torch_split.sampler import LengthSampler, UnevenBatchSampler
 from evener.training.dealing import Dealer
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan
@@ -152,12 +151,12 @@ def test_a_rank_without_a_row_keeps_step_with_the_shortest() -> None:
 
 
 def test_tokens_are_counted_without_and_with_padding() -> None:
-    counted = [PassSampler(sampler(rank), 1).count_tokens(range(1)) for rank in range(4)]
+    counted = [StepSampler(sampler(rank)).count_tokens(range(1)) for rank in range(4)]
     assert sorted(counted) == [(0, 0), (5, 5), (7, 7), (9, 9)]
     dealer = Dealer((RankCost(Cost(99, 1, 0)),), (1.0,))
     whole = LengthSampler(3, (3,), 0, lengths=[5, 9, 7], dealer=dealer)
-    assert PassSampler(whole, 1).count_tokens(range(1)) == (21, 27)
-    assert PassSampler(UnevenBatchSampler(3, (3,), 0), 1).count_tokens(range(1)) == (0, 0)
+    assert StepSampler(whole).count_tokens(range(1)) == (21, 27)
+    assert StepSampler(UnevenBatchSampler(3, (3,), 0)).count_tokens(range(1)) == (0, 0)
 
 
 def test_a_state_is_that_of_a_loader_without_lengths() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from evener.errors import DeviceError
-from evener.torch_split import Split, retry
-from evener.torch_split.memory import is_out_of_memory
-from evener.torch_split.optimizer_check import check_memory
+from evener.torch_split import Split
+from evener.torch_split.checks import check_memory
+from evener.torch_split.retry import is_out_of_memory
+from evener.training import retreat
+from tests.support import torch_meeting_programs as meetings
 from tests.support import torch_oom_programs as programs
 
 SHARES, SEEDS = (24, 12, 8), (0, 1, 2)
@@ -40,6 +43,19 @@ def test_it_learns_what_one_process_learns_that_takes_the_same_passes(trained: l
         assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-12)
         for mine, its in zip(rank["state"], expected["state"], strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
+def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
+    """Over NCCL a rank waits in the sum on the device, while its host has long gone on."""
+    shares, ranks = (20, 12), gpu_ranks("tests.support.torch_oom_programs.train_all", (20, 12), SEEDS[:1])
+    for name, seed in ranks[0]:
+        own = [rank[name, seed] for rank in ranks]
+        expected = programs.reference(programs.CASES[name], shares, [rank["kept"] for rank in own], "cuda")
+        assert sum(rank["burst"] for rank in own) >= 3
+        for rank in own:
+            assert rank["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+            for mine, its in zip(rank["state"], expected["state"], strict=True):
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -82,7 +98,7 @@ def take_steps(split: Split, most: int, steps: int) -> list[list[int]]:
 
 
 def test_smaller_passes_are_kept_and_larger_ones_tried_again(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "CLEAN_STEPS", 2)
+    monkeypatch.setattr(retreat, "CLEAN_STEPS", 2)
     first, *kept = take_steps(split, 3, 6)
     assert first == [8, 4, 2, 2, 2, 2]
     assert kept[:2] == [[2, 2, 2, 2]] * 2
@@ -94,7 +110,7 @@ def test_a_row_that_never_fits_ends_in_a_sentence(split: Split, capsys: pytest.C
         take_steps(split, 0, 1)
     said = capsys.readouterr().err.splitlines()
     assert "ran out of memory at step 1: passes of 8 -> 4 rows" in said[0]
-    assert len(said) == 3 + retry.MOST_FAILURES - 1
+    assert len(said) == 3 + retreat.MOST_FAILURES - 1
 
 
 def test_other_errors_and_loops_without_a_context_end_as_they_did(split: Split) -> None:
@@ -113,6 +129,24 @@ def test_other_errors_and_loops_without_a_context_end_as_they_did(split: Split) 
 
     with pytest.raises(torch.OutOfMemoryError):
         loop()
+
+
+def test_memory_that_runs_out_after_a_parts_backward_pass_ends_the_step(split: Split) -> None:
+    """The part's gradients are there already: computed again, its rows would count twice."""
+    model = split.wrap(torch.nn.Linear(3, 1).double())
+    batch = next(iter(split.loader(ROWS)))
+    tried: list[int] = []
+
+    def loop() -> None:
+        for part in split.parts(batch):
+            with part:
+                tried.append(part.rows)
+                part.backward(model(part.batch[0]).square().mean())
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loop()
+    assert tried == [8]
 
 
 def test_a_loss_whose_parts_do_not_add_up_is_not_computed_in_smaller_passes(split: Split) -> None:
@@ -138,6 +172,27 @@ def test_a_plain_loop_that_ran_out_of_memory_is_shown_the_line_that_goes_on(
     assert "split.step(batch, lambda part:" in capsys.readouterr().err
     sys.excepthook(ValueError, ValueError("another"), None)
     assert "split.step" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", meetings.CASES)
+def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_out(
+    trainer_ranks: Callable[..., list[Any]], name: str
+) -> None:
+    """In pieces it would meet them more often than they meet it, and they would wait."""
+    (waited, steps), (said, own_steps) = trainer_ranks("tests.support.torch_meeting_programs.train", name, world=2)
+    expected = "others than evener sum its gradients" if name == "sharded" else "the loop meets other ranks in a pass"
+    assert said.startswith("DeviceError: Rank 1")
+    assert expected in said
+    assert waited.startswith("RuntimeError"), "it ends as the other one does"
+    assert steps == own_steps == (2 if "two steps" in name else 0)
+
+
+@pytest.mark.slow
+def test_the_journal_has_the_retreats_of_all_ranks(trainer_ranks: Callable[..., list[Any]], own_state: Path) -> None:
+    lines, said = trainer_ranks("tests.support.torch_meeting_programs.train_noted", str(own_state), world=2)
+    assert len(lines) == 3
+    assert said == [line for line in lines if "at step 1:" not in line], "of the second rank"
 
 
 @pytest.mark.parametrize(

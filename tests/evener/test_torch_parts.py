@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from evener.errors import RequestError
 from evener.plan.file import Plan, make_layout
 from evener.torch_split import Split
-from evener.torch_split.nested_batch import cut_rows
+from evener.torch_split.batch import cut_rows
 from tests.support import torch_ranks
 
 ROWS = torch.utils.data.TensorDataset(torch.randn(20, 3, dtype=torch.float64), torch.arange(20.0).double())
@@ -44,7 +44,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    monkeypatch.setattr("evener.torch_split.rank_shares.gather_infos", lambda own, stand: [own] * stand.world)
+    monkeypatch.setattr("evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world)
     split = Split(in_passes((6, 2), (3, 2)))
     monkeypatch.undo()
     yield split
@@ -301,3 +301,11 @@ def test_a_plan_for_more_rows_than_there_are_is_said() -> None:
         warnings.simplefilter("error")
         split.loader(ROWS, training=False)
         Split(global_batch=32).loader(ROWS)
+
+
+def test_a_trainer_whose_model_is_not_wrapped_is_refused(one_rank_of_two: Split) -> None:
+    planned, model = one_rank_of_two._planned, torch.nn.Linear(3, 1)
+    planned.begin((6, 2))
+    model(torch.randn(6, 3)).mean().backward()
+    with pytest.raises(RequestError, match="gradients aren't weighted"):
+        torch.optim.SGD(model.parameters(), 0.1).step()

@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from evener.errors import RequestError
-from evener.torch_split import prefetch as torch_prefetch
-from evener.torch_split.fetch import Fetch, whole_fetch
+from evener.torch_split import fetch as torch_prefetch
+from evener.torch_split.batch import each_tensor
+from evener.torch_split.fetch import Fetch, Prefetcher, whole_fetch
 from evener.torch_split.loader import Loader, StepListener
-from evener.torch_split.nested_batch import each_tensor
-from evener.torch_split.prefetch import Prefetcher
 from evener.torch_split.sampler import UnevenBatchSampler
 
 CPU = torch.device("cpu")

@@ -20,9 +20,8 @@ from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cpu_topology import slice_cores
 from evener.torch_split import Split
-from evener.torch_split.model_digest import model_digest
-from evener.torch_split.process import Stand, choose_device, leave_group
-from evener.torch_split.wrapped import watch, wrap_module
+from evener.torch_split.ranks import Stand, choose_device, leave_group
+from evener.torch_split.wrapped import model_digest, watch, wrap_module
 from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
@@ -233,8 +232,8 @@ def limited(batches: tuple[int, ...]) -> Plan:
 
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
-    monkeypatch.setattr("evener.torch_split.split.join", Mock(return_value=False))
-    monkeypatch.setattr("evener.torch_split.rank_shares.gather_infos", lambda own, stand: [own] * stand.world)
+    monkeypatch.setattr("evener.torch_split.planned.join", Mock(return_value=False))
+    monkeypatch.setattr("evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)

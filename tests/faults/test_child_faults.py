@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.probes.child import Inbox
 from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.probes.children import Inbox
 from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
-from evener.devices.cpu.slices import slices
+from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
 from evener.live.reporter import Training, read_trainings
 from tests.support.cores import two_cores

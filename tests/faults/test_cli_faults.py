@@ -169,7 +169,7 @@ sys.meta_path.insert(0, Finder)
     "module",
     [
         "evener.tui.cli.main",
-        "evener.tui.cli.commands.balance",
+        "evener.tui.cli.balance",
         "evener.devices.discover",
         "evener.balancer.probes.child_prober",
     ],

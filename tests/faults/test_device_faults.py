@@ -21,7 +21,7 @@ from evener.devices.nvidia.source import NvmlSource
 from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
@@ -181,8 +181,8 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     assert flag.exists()
     assert max(finished.plan.layout.batches) * 4 <= 300
     assert finished.plan.search.out_of_memory <= 2
-    assert any("others hold 0.3 GiB of its memory" in one for one in finished.plan.warnings)
-    assert "which is left to them" in finished.verdict
+    assert any("other processes hold 300 MiB of its memory" in one for one in finished.plan.warnings)
+    assert "the plan leaves it to them" in finished.verdict
 
 
 class Rig:
@@ -364,7 +364,8 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
     finally:
         over.set()
         thread.join()
-    assert "measure again to be sure" in finished.verdict or "measures on" in finished.verdict
+    doubts = ("measure again to be sure", "measures on", "too uncertain")  # the last beside much other work
+    assert any(doubt in finished.verdict for doubt in doubts), finished.verdict
     causes = (
         "Other work",
         "held back",

@@ -277,7 +277,7 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's child."""
-    from evener.balancer.intake.job import take_in
+    from evener.balancer.intake import take_in
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
@@ -302,16 +302,16 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
 
 def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of everybody's its name may have been guessed."""
-    from evener.tui.runtime import crash_log
+    from evener.tui.runtime import session_thread
 
     (tmp_path / "kept").write_text("precious")
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
     (tmp_path / f"crash-now-{os.getpid()}.log").symlink_to(tmp_path / "kept")
-    assert crash_log.write_crash_log(ValueError("x")) is None
+    assert session_thread.write_crash_log(ValueError("x")) is None
     assert (tmp_path / "kept").read_text() == "precious"
     (tmp_path / f"crash-now-{os.getpid()}.log").unlink()
-    written = crash_log.write_crash_log(ValueError("x"))
+    written = session_thread.write_crash_log(ValueError("x"))
     assert written is not None
     assert stat.S_IMODE(written.stat().st_mode) == 0o600

@@ -21,6 +21,7 @@ import pytest
 import evener
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
+from evener.devices.cpu import slices
 from evener.live.reporter import read_trainings
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
@@ -187,9 +188,10 @@ def test_a_simulated_device_s_name_is_plain(tmp_path: Path, capsys: pytest.Captu
 def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A real process with an evil command line that reports a training with an evil name."""
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
+    device = slices()[0].id
     code = (
         "import sys, time; from evener import report\n"
-        "while True: report(8, devices=['cpu-0-of-2'], workload=sys.argv[1], framework=sys.argv[1]); time.sleep(0.05)"
+        f"while True: report(8, devices=['{device}'], workload=sys.argv[1], framework=sys.argv[1]); time.sleep(0.05)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, EVIL])
     until = time.monotonic() + 30

@@ -16,7 +16,7 @@ import pytest
 from evener.balancer.session import Request, Session
 from evener.balancer.store import locks
 from evener.balancer.store.locks import kernel_files, lock_kernel_files
-from evener.devices.cpu.slices import slices
+from evener.devices.cpu import slices
 from evener.devices.discover import discover
 from evener.devices.types import Device
 from evener.errors import DeviceError

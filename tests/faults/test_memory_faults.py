@@ -16,7 +16,7 @@ from evener.balancer.events import Finished, Observed, ProbeStarted
 from evener.balancer.probes.prober import Prober
 from evener.balancer.session import Request, Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
-from evener.devices.cpu.slices import slices
+from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
 from tests.support.cores import CORES, two_cores
 from tests.support.frameworks import skip_without

@@ -93,7 +93,7 @@ def asked_as_replayed(run: str) -> Record:
     A failure counts each time that the search gets it, so a line that was doubled or lost would ask for other probes.
     """
     record = journal.read(runs.journal_path(run))
-    search = replay.make_search(record.header, ())
+    search = replay.make_search(record.header.job)
     for entry in record.entries:
         if isinstance(entry, AskedEntry):
             assert entry.probes == search.ask()

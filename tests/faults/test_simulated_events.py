@@ -11,7 +11,7 @@ from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.session import Request, Session
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory
-from evener.devices.simulated.machine_file import parse_machine
+from evener.devices.simulated import parse_machine
 from evener.errors import RequestError
 
 MACHINE = """
@@ -61,8 +61,8 @@ def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part:
     assert batches[0]
     ran_out = [e for e in events if isinstance(e, Observed) and isinstance(e.seen, OutOfMemory)]
     assert len(ran_out) <= 3
-    assert any("SIM:1: others hold 4.9 GiB of its memory" in warning for warning in finished.plan.warnings)
-    assert "others hold memory of SIM:1, which is left to them" in finished.verdict
+    assert any("SIM:1: other processes hold 4.88 GiB of its memory" in warning for warning in finished.plan.warnings)
+    assert "other processes hold memory of SIM:1, and the plan leaves it to them" in finished.verdict
 
 
 def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:

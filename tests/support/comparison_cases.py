@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from evener.balancer.families.family import Placement
+from evener.balancer.families import Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.packing import MOST_PROCESSES

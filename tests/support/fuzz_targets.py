@@ -18,22 +18,22 @@ from hypothesis.strategies import SearchStrategy
 
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed
-from evener.balancer.probes import child, protocol
+from evener.balancer.probes import protocol
 from evener.balancer.request import Request
 from evener.balancer.session import Session
 from evener.balancer.store import replay
 from evener.devices.discover import discover, open_source
-from evener.devices.limits import parse_limit, write_limit
 from evener.devices.recording import Recorder, Recording
-from evener.devices.simulated.machine_file import parse_machine
+from evener.devices.simulated import parse_machine
+from evener.devices.terms import parse_limit, write_limit
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
-from evener.tui.runtime.run_replay import recorded_events
+from evener.tui.runtime.sessions import recorded_events
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
-from evener.tui.text.plan_summary import summary_lines
 from evener.tui.text.progress import Progress, observation_words
+from evener.tui.text.summaries import summary_lines
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
@@ -155,10 +155,10 @@ def fuzz_live(data: bytes) -> None:
 def fuzz_reply(data: bytes) -> None:
     """A child's output is a reply or unreadable, and is shown in one line."""
     for text in data.split(b"\n"):
-        said = child.parse_reply(text)
-        assert isinstance(said, protocol.Reply | child.InvalidReply)
+        said = protocol.parse_reply(text)
+        assert isinstance(said, protocol.Reply | protocol.InvalidReply)
         if isinstance(said, protocol.ChildError):
-            from evener.balancer.probes.child_group import error_failure
+            from evener.balancer.probes.failures import error_failure
 
             assert "\n" not in error_failure(0, said).detail
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from evener.errors import DeviceError
 from evener.huggingface import with_plan
-from evener.torch_split import retry
+from evener.training import retreat
 from tests.support.huggingface_programs import (
     ADAM,
     GLOBAL_BATCH,
@@ -94,7 +94,7 @@ def counting(kind: Any, gathers: bool) -> Any:
 
 def train(program: Program, shares: list[int], micros: list[int], folder: Path, rank: int) -> dict[str, Any]:
     """One rank, by the adapter, with bombs."""
-    retry.CLEAN_STEPS = 1
+    retreat.CLEAN_STEPS = 1
     parts = make_parts(program)
     passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
     kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))

@@ -23,8 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from evener.huggingface import with_plan
 from evener.plan.file import Plan, Share, make_layout
 from evener.shares.costs import Cost
-from evener.torch_split.row_order import RowOrder
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_split.sampler import RowOrder, UnevenBatchSampler
 from tests.support import launched_plan
 from tests.support.scripted_shares import rotate_shares
 
@@ -276,8 +275,8 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
     if not program.resume_after:
         trainer = kind(args=make_arguments(program, path), **make_parts(program))
         if program.rebalance:
-            rotate_shares(trainer._rebalancing)
-        return {**describe(trainer, trainer.train()), "changes": len(trainer._reporter.changes)}
+            rotate_shares(trainer._planned.rebalancing)
+        return {**describe(trainer, trainer.train()), "changes": len(trainer._planned.reporter.changes)}
     if not checkpoint.exists():
         saves = {"save_strategy": "steps", "save_steps": program.resume_after, "max_steps": program.resume_after}
         kind(args=make_arguments(program, path, **saves), **make_parts(program)).train()
@@ -320,7 +319,7 @@ def train_all(
     torch.save(found, folder / f"{rank}.pt")
 
 
-def reference_all(folder: Path, rank: int) -> None:
-    """Every program in one process."""
+def reference_all(folder: Path, rank: int, names: Sequence[str] = tuple(PROGRAMS)) -> None:
+    """These programs in one process."""
     torch.set_num_threads(1)
-    torch.save({name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt")
+    torch.save({name: reference(PROGRAMS[name]) for name in names}, folder / f"{rank}.pt")

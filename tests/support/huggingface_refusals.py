@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.checks import check_setup
-from evener.huggingface.dealt_rows import find_lengths
+from evener.huggingface.rows import find_lengths
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)
@@ -116,7 +116,7 @@ class Backwards(Trainer):
 def load_by_own(folder: Path) -> dict[str, Any]:
     """The rows of an own loader, and the sentence for one that makes its batches itself."""
     trainer = with_plan(Backwards, make_plan((8,)))(args=make_arguments(SMALL, str(folder)), **make_parts(SMALL))
-    rows = [row for batch in trainer.get_train_dataloader().batch_sampler for row in batch]
+    rows = [row for batch in trainer.get_train_dataloader().batch_sampler for each in batch for row in each]
     own = type("OwnBatches", (Backwards,), {"batches": True})
     return {"rows of an own loader": rows, "own batches": refuse_training(folder, own)}
 

@@ -1,8 +1,8 @@
 """Trains small models on one device and over several, and finds how far they are apart.
 
-Engine `towers` or `mirrored` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG set.
+Engine `towers` uses logical CPU devices; `multiworker` is one process of a group, with TF_CONFIG set.
 Everything is float64. Each process also does what keras_users.py has for its engine. Run as a script on GPUs, with
-"towers on gpus", "mirrored on gpus" or multiworker, it prints what it finds as JSON.
+"towers on gpus" or multiworker, it prints what it finds as JSON.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
-from evener.keras_split.engines import early_sums
-from evener.keras_split.engines.layer_state import StepStates
-from evener.keras_split.group_shares import check_rebalance
-from evener.keras_split.part_kinds import PartKinds
+from evener.keras_split import Report, Split, SplitWarning, divisions, make_logical_cpus
+from evener.keras_split.compatibility import PartKinds
+from evener.keras_split.group import check_rebalance
+from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
@@ -45,7 +44,7 @@ CLASSES = {0: 1.0, 1: 3.0, 2: 0.5, 3: 1, 4: 2}  # what each class weighs
 WORDS = np.where(np.arange(6) < RANDOM.integers(1, 7, (ROWS, 1)), RANDOM.integers(1, 11, (ROWS, 6)), 0)
 
 Make = Callable[[], Any]
-REWRITTEN = ("adamw L2 5:0:1 weights", "clipped accumulation")  # by towers, with graphs that TensorFlow rewrites
+REWRITTEN = ("clipped accumulation",)  # by towers, with graphs that TensorFlow rewrites
 
 
 def make_plan(*batches: int, micros: tuple[int, ...] | None = None) -> Plan:
@@ -162,19 +161,19 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
         "adamw L2 5:0:1 weights": lambda: compare(by["5:0:1"], make["adamw"], X, Y, sample_weight=WEIGHTS),
         "clipped accumulation": lambda: compare(three, clipped, X, Y),
         "activity, weighted mean, three steps per execution": lambda: compare(
-            three, lambda: network(sgd(), **several), X, Y, sample_weight=WEIGHTS
+            by["3:1"], lambda: network(sgd(), **several), X, Y, sample_weight=WEIGHTS
         ),
         "masked embedding": lambda: compare(
             three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]
         ),
-        "two heads": lambda: compare(three, two_headed_network, {"image": X}, pair),
+        "two heads": lambda: compare(by["3:1"], two_headed_network, {"image": X}, pair),
     }
 
 
 def in_passes() -> dict[str, Any]:
     """What towers learn in passes, and what they refuse and say."""
     plans = {
-        "5:1:2": make_plan(15, 6, 3, micros=(3, 6, 2)),
+        "5:1": make_plan(15, 9, 0, micros=(3, 9, 0)),
         "2:5": make_plan(14, 10, 0, micros=(7, 2, 0)),
         "5": make_plan(24, 0, 0, micros=(5, 0, 0)),
     }
@@ -192,10 +191,10 @@ def in_passes() -> dict[str, Any]:
         "root": fit_once(two, lambda: network("sgd", loss=root)),
         "mask": lambda: two.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
         "eager": fit_once(two, lambda: network("sgd", run_eagerly=True)),
-        "mirrored": lambda: Split(plans["2:5"], engine="mirrored"),
+        "synchronized": fit_once(two, synchronized),
     }
     return {
-        "passes 5:1:2": compare(by["5:1:2"], clipped, X[rows], Y[rows], sample_weight=WEIGHTS[rows]),
+        "passes 5:1": compare(by["5:1"], clipped, X[rows], Y[rows], sample_weight=WEIGHTS[rows]),
         "passes 2:5": compare(two, accumulated, X, Y, validation_data=held),
         "engine of one in passes": by["5"].engine,
         "seeds": seeds,
@@ -392,11 +391,7 @@ ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful")
 PARTIAL_LOSS = ("sum", "executions", "mask", "own loss", "validation split", "generator")  # what towers train
 TRIED = {
     "towers": (*ALWAYS_TRIED, "synchronized", "xla"),
-    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "root", "synchronized", "eager"),
-    "mirrored": (
-        *(*ALWAYS_TRIED, *PARTIAL_LOSS),
-        *("clip", "accumulation", "scaled", "xla", "outside", "unknown length", "dataset's classes"),
-    ),
+    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "root", "eager"),
 }
 
 
@@ -410,30 +405,24 @@ def refusals(split: Split) -> dict[str, str]:
         "own step": fit_once(split, own_step),
         "uncompiled": fit_once(split, uncompiled),
         "small batch": fit_once(split, dense, batch_size=1),
-        "clip": fit_once(split, lambda: network(sgd(clipnorm=1.0))),
-        "accumulation": fit_once(split, lambda: network(sgd(gradient_accumulation_steps=2))),
-        "scaled": fit_once(split, lambda: network(optimizers.LossScaleOptimizer(sgd()))),
         "root": fit_once(split, lambda: network(sgd(), loss=root)),
         "sum": fit_once(split, lambda: network(sgd(), loss=total)),
         "executions": fit_once(split, lambda: network(sgd(), steps_per_execution=2)),
         "xla": fit_once(split, lambda: network(sgd(), jit_compile=True)),
         "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
         "mask": lambda: split.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
-        "outside": lambda: split.model(rules()["sgd"]()),
         "stateful": fit_once(split, stateful),
         "own loss": fit_once(split, own_loss),
         "validation split": fit_once(split, dense, validation_split=0.5),
         "eager": fit_once(split, lambda: network(sgd(), run_eagerly=True)),
         "generator": lambda: split.build(dense).fit(iter(data), verbose=0),
-        "unknown length": lambda: split.build(dense).fit(data.filter(lambda x, _: tf.size(x) > 0), verbose=0),
-        "dataset's classes": lambda: split.build(dense).fit(data, class_weight={0: 2.0}, verbose=0),
     }
     return {name: said(tried[name]) for name in TRIED[split.engine]}
 
 
 def warned(split: Split) -> dict[str, Any]:
     """What is said before the first step of models that run with a difference, and whether XLA stays on."""
-    compiled = split.build(lambda: network(optimizers.SGD(), jit_compile=split.engine != "mirrored"))
+    compiled = split.build(lambda: network(optimizers.SGD(), jit_compile=True))
     compiled.make_train_function()
     found: dict[str, Any] = {"xla": compiled.jit_compile}
     for name, make in {
@@ -506,20 +495,18 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     if engine == "multiworker":
         return group_cases()
     if engine.endswith(" on gpus"):
-        return gpu_cases(engine.partition(" ")[0])
+        return gpu_cases()
     make_logical_cpus(3)
-    if engine == "mirrored":
-        return mirrored_cases()
     by = splits(engine)
     cases: dict[str, Callable[[], Any]] = exact_cases(by)
     found: dict[str, Any] = {name: cases.pop(name)() for name in REWRITTEN} | {"half": half(by["3:1"])}
     leave_graphs_alone()
-    cases["batch normalization"] = lambda: batch_normalization(by["5:2:1"])
+    cases["batch normalization"] = lambda: batch_normalization(by["3:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["ratios form"] = lambda: ratios_form(folder)
     cases["passes"] = in_passes
-    cases["evaluate"] = lambda: evaluated(by["5:2:1"])
-    cases["dataset"] = lambda: from_dataset(by["5:2:1"])
+    cases["evaluate"] = lambda: evaluated(by["3:1"])
+    cases["dataset"] = lambda: from_dataset(by["3:1"])
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["epoch rows"] = lambda: epoch_rows(by["3:1"])
@@ -534,38 +521,17 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     return found | found.pop("passes")
 
 
-def gpu_cases(engine: str) -> dict[str, Any]:
-    """Two real GPUs by one engine; where the heavy work lies, and GPU 1 alone."""
-    split = Split(gpus=2, ratios=[3, 1], global_batch=BATCH, engine=engine)
+def gpu_cases() -> dict[str, Any]:
+    """Two real GPUs as towers; where the heavy work lies, and GPU 1 alone."""
+    split, second = Split(gpus=2, ratios=[3, 1], global_batch=BATCH), Split(gpus=[1], global_batch=BATCH)
     make = rules()
-    found: dict[str, Any] = {
+    return {
         "adam L2": compare(split, make["adam"], X, Y, validation_data=(X[:40], Y[:40])),
         "momentum one row": compare(split, make["momentum"], X[:ONE_OVER], Y[:ONE_OVER]),
+        "placed": placed(split),
+        "second": compare(second, make["sgd"], X, Y),
+        "engine of one": second.engine,
     }
-    if engine == "towers":
-        second = Split(gpus=[1], global_batch=BATCH)
-        found["placed"] = placed(split)
-        found["second"] = compare(second, make["sgd"], X, Y)
-        found["engine of one"] = second.engine
-    return found
-
-
-def mirrored_cases() -> dict[str, Any]:
-    """By a plan that leaves a device out; over two devices only: groups of two sizes can't live in one process."""
-    split = Split(make_plan(20, 0, 4), engine="mirrored")
-    momentum = lambda: active(momentum=0.9)  # noqa: E731
-    found: dict[str, Any] = {
-        "momentum activity class weights one row": compare(
-            split, momentum, X[:ONE_OVER], Y[:ONE_OVER], class_weight=CLASSES
-        ),
-        "adamw L2 synchronized weights": compare(split, synchronized, X, Y, sample_weight=WEIGHTS),
-    }
-    found["embedding"] = compare(split, embedding_network, WORDS, np.cos(WORDS.sum(1)))
-    found["evaluate"] = evaluated(split)
-    found["two heads"] = compare_totals(split)
-    found["warned"] = warned(split)
-    found["rounding"] = rounding(split)
-    return found | {"refusals": refusals(split), "users": keras_users.mirrored(split)}
 
 
 def active(**optimizer: Any) -> Any:
@@ -667,7 +633,7 @@ def group_cases() -> dict[str, Any]:
     accumulated = lambda: active(gradient_accumulation_steps=2)  # noqa: E731
     x, y, weights, held = X[:ONE_OVER], Y[:ONE_OVER], WEIGHTS[:ONE_OVER], (X[:40], Y[:40])
     if not three:
-        early_sums.WORTH_BYTES = 0  # the gradients of small models in two sums, too
+        divisions.WORTH_BYTES = 0  # the gradients of small models in two sums, too
     found = {"sums": sums(split), "engine": split.engine}
     if three:
         found["passes"] = compare(split, clipped, x, y, sample_weight=weights, validation_data=held)
@@ -690,6 +656,9 @@ def group_cases() -> dict[str, Any]:
         "two heads": compare_totals(split),
         "warned": warned(split),
         "rounding": rounding(split),
+        "adamw L2 synchronized weights two rows": compare(
+            split, synchronized, X[: ONE_OVER + 1], Y[: ONE_OVER + 1], sample_weight=WEIGHTS[: ONE_OVER + 1]
+        ),
         "refusals": refusals(split),
         "users": keras_users.group(),
     }

@@ -20,7 +20,6 @@ from keras import layers
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split
 from evener.keras_split.data import batch_rows
-from tests.support.keras_program_layers import State
 from tests.support.keras_twice import train_twice, with_variables
 
 BATCH = 24
@@ -279,8 +278,8 @@ def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]
 
 
 def towers() -> dict[str, Any]:
-    """Every model over three devices."""
-    split = Split(devices=["CPU:0", "CPU:1", "CPU:2"], ratios=[5, 2, 1], global_batch=BATCH)
+    """Every model over two devices."""
+    split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     by_batch = fit(batch_size=np.int64(BATCH))
     noisy = split.build(lambda: network(Watched()))
     noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
@@ -403,43 +402,6 @@ def said(action: Callable[[], Any]) -> str:
     return ""
 
 
-def mirrored(split: Split) -> dict[str, Any]:
-    """Two replicas: what Keras leaves to each."""
-    own = refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0))
-    assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), steps)
-    return {
-        "single samples": train_twice(split, network, fit_samples),
-        "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
-        "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
-        "sparse": train_twice(split, sparse, sparse_batches),
-        "assigned": assigned,
-        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches())),
-        "refusals": {"own test": own, "single": refused(split, single, fit_two_outputs), **unmeasured(split)},
-    }
-
-
-def unmeasured(split: Split) -> dict[str, str]:
-    """What replicas trained on in silence before their first batch was measured: weights were off by 3e-3 to 0.5."""
-    made: dict[str, Callable[[], Model]] = {
-        "rows": lambda: network(State("rows")),
-        "largest": lambda: network(State("largest")),
-        "across": lambda: network(layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0))),
-        "own mean": lambda: compiled_again(network(), own_mean),
-    }
-    return {f"replicas: {name}": refused(split, make, fit(batch_size=BATCH)) for name, make in made.items()}
-
-
-def compiled_again(model: Model, loss: Callable[..., Any]) -> Model:
-    """The model with a loss of its own."""
-    model.compile("sgd", loss)
-    return model
-
-
-def own_mean(y: Any, found: Any) -> Any:
-    """One number for the batch, which is none without rows."""
-    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, found))
-
-
 def group() -> dict[str, Any]:
     """One process of two."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
@@ -455,6 +417,7 @@ def group() -> dict[str, Any]:
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
         "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "assigned": assigned,
+        "sparse": train_twice(split, sparse, sparse_batches),
         "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches()), instance=True),
         "refusals": {
             "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from evener.devices.machine import Machine
-from evener.devices.simulated.machine_file import parse_machine
+from evener.devices.simulated import parse_machine
 
 CARD = """
 [[device]]

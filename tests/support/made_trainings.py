@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from evener.live.files import Doing, LiveDevice, Training
-from evener.live.times import middle, spread, sum_up
+from evener.live.reporter import middle, spread, sum_up
 from tests.support.trainings import AT_SECONDS
 
 STEPS = 25

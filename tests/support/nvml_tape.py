@@ -16,8 +16,8 @@ from typing import Any
 
 import pynvml
 
-from evener.devices.nvidia.events import address
 from evener.devices.nvidia.nvml_library import Library
+from evener.devices.nvidia.source import address
 
 FORMAT = 1
 UNKEYED = "nvmlDeviceGetProcessUtilization"  # its argument is a time, so every call would be a new one

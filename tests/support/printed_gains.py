@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from evener.balancer.number_format import rate, relative_error
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, SOLO_PREFIX, Evidence, Plan, PlanLayout
-from evener.tui.text.plan_summary import summary_lines
+from evener.tui.text.summaries import summary_lines
 
 FIGURE = r"[0-9][0-9. ]*"
 RIVAL = re.compile(
@@ -29,7 +29,7 @@ def find_faults(plan: Plan, verdict: str, labels: Sequence[str]) -> Iterator[str
     yield from find_summary_faults(plan, labels)
     for clause in CLAUSE.finditer(verdict):
         yield from _clause_faults(plan, clause, labels)
-    if _error(plan) > UNKNOWN and ("aren't known" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)):
+    if _error(plan) > UNKNOWN and ("are too uncertain" not in verdict or re.search(rf"{FIGURE} samples/s", verdict)):
         yield f"samples/s of ± {_error(plan):.0%} are said as if they were known: {verdict}"
 
 

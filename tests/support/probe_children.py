@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.balancer.probes.forked_process import MODULE
+from evener.balancer.probes.fork_server import MODULE
 
 AT_BIRTH = """
 import os, sys

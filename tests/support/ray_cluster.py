@@ -12,7 +12,7 @@ from unittest import mock
 
 import psutil
 
-from evener.devices.cluster.agents import end_agents
+from evener.devices.cluster import agents
 from tests.support.probe_children import list_probe_children
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
@@ -39,6 +39,12 @@ def running_cluster(state: Path) -> Iterator[Any]:
         end_agents()
         ray.shutdown()
         cluster.shutdown()
+
+
+def end_agents() -> None:
+    """End every actor of this process, and with it what it started and reserved."""
+    while agents._agents:
+        agents._agents.popitem()[1].end()
 
 
 def kill_raylet(node: Any) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from evener.balancer import journal
-from evener.balancer.intake.problem import make_problem
 from evener.balancer.search.search import Search
 from evener.balancer.types import Timed
 from evener.devices.machine import Machine, SimulatedDevice, Sync
@@ -86,7 +85,7 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
     memory = tuple(made.usable_memory_bytes(i) for i in range(len(made.devices)))
-    problem = msgspec.structs.replace(make_problem(record.header), memory_bytes=memory, budget_seconds=None)
+    problem = msgspec.structs.replace(record.header.job.problem, memory_bytes=memory, budget_seconds=None)
     looking = Search(problem)
     watched = RecordingProber(made, seed)
     looking.run(watched.measure)

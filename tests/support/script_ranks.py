@@ -9,6 +9,9 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from evener.plan.file import load_plan
+from evener.training import launched
+
 
 def run_script(_rank: int, script: str, *words: str) -> str:
     """What `python script words` prints in the script's folder.
@@ -30,6 +33,15 @@ def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
 
     keras.config.set_floatx("float64")
     leave_graphs_alone()
+    return run_script(rank, script, *words)
+
+
+def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
+    """As `run_script`, in the environment that evener launch gives to the process of this rank's slice."""
+    from tests.support.keras_twice import leave_graphs_alone
+
+    leave_graphs_alone()
+    os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
     return run_script(rank, script, *words)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer.intake.problem import make_problem
 from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
@@ -22,7 +21,7 @@ from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.machine import Machine
-from evener.devices.simulated.machine_file import load_machine
+from evener.devices.simulated import load_machine
 from tests.support import search_oracle as oracle
 
 MOST_PROBES = 600
@@ -126,7 +125,7 @@ def _later(seen: Observation, start: float) -> Observation:
 
 def problem(machine: Machine, ask: Ask, seed: int = 0) -> Problem:
     """What the session would ask its search to solve."""
-    return make_problem(_job(machine, ask, seed))
+    return _job(machine, ask, seed).problem
 
 
 def _job(machine: Machine, ask: Ask, seed: int) -> Job:

@@ -107,6 +107,24 @@ def two_loaders_a_backward_pass_each(shares: tuple[int, ...], rows: TensorDatase
 
 
 @exact
+def two_batches_before_their_backward_passes(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Of two models, whose batches weigh differently at the end of an epoch."""
+    split = split_by(shares)
+    models = split.wrap(network()), split.wrap(network())
+    optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], 0.2)
+    loaders = split.loader(rows), split.loader(Subset(rows, range(27)))
+    for batches in zip(*loaders, strict=False):
+        losses = [
+            F.cross_entropy(model(inputs), labels) for model, (inputs, labels) in zip(models, batches, strict=True)
+        ]
+        optimizer.zero_grad()
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+    return weights(*models)
+
+
+@exact
 def the_next_batch_early(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
     model, loader = split.wrap(network()), split.loader(rows)

@@ -271,6 +271,18 @@ def the_model_itself_is_not_exchanged_between_steps(shares: tuple[int, ...], row
     return weights(model)
 
 
+@exact
+def hooks_of_a_model_in_the_users_own_wrapper(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Its output goes through the hooks that the loop registered on the model itself."""
+    split, net = split_by(shares), network().double()
+    net.register_forward_hook(lambda _module, _inputs, output: 3 * output)
+    model = split.wrap(nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net)
+    optimizer = adamw(model)
+    for inputs, labels in split.loader(rows):
+        plain(model, optimizer, inputs, labels)
+    return weights(model)
+
+
 @refused("a gradient is sparse".capitalize())
 def sparse_gradients(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:

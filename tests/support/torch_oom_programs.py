@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.plan.file import make_layout
-from evener.torch_split import Split, retry
+from evener.torch_split import Split
 from evener.torch_split.retry import Passes
+from evener.training import retreat
 from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES, LAYERS = 6, 3, 4
@@ -119,7 +120,7 @@ def seed(case: Case, rank: int, step: int) -> None:
 
 def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
     """One rank: its weights, buffers and losses, and the rows of each pass that was kept."""
-    retry.CLEAN_STEPS = 0  # a larger pass is tried again in each step
+    retreat.CLEAN_STEPS = 0  # a larger pass is tried again in each step
     split, fuse = make_split(case, shares), Fuse()
     net = Net(case, fuse).double()
     model = split.wrap(net, bucket_cap_mb=0.0004)
@@ -138,7 +139,7 @@ def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    state = [each.detach().clone() for each in (*net.parameters(), *net.buffers())]
+    state = [each.detach().cpu() for each in (*net.parameters(), *net.buffers())]
     return {"state": state, "kept": kept, "losses": losses, "burst": fuse.burst}
 
 
@@ -169,11 +170,13 @@ def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[in
     return kept, total
 
 
-def reference(case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]]) -> dict[str, Any]:
+def reference(
+    case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]], device: str = "cpu"
+) -> dict[str, Any]:
     """What one process learns that takes these passes, `kept` of each rank and step."""
-    net = Net(case, Fuse()).double()
+    net = Net(case, Fuse()).to(device, torch.float64)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    inputs, labels = data(case, shares).tensors
+    inputs, labels = (each.to(device) for each in data(case, shares).tensors)
     losses = []
     for step in range(case.steps):
         first, losses_of_step = step * sum(shares), 0.0
@@ -199,7 +202,7 @@ def reference(case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequenc
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return {"state": [each.detach().clone() for each in (*net.parameters(), *net.buffers())], "losses": losses}
+    return {"state": [each.detach().cpu() for each in (*net.parameters(), *net.buffers())], "losses": losses}
 
 
 def put_back(net: nn.Module, values: Sequence[torch.Tensor]) -> None:

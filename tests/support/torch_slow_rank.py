@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from evener.live import reporter as live
 from evener.torch_split import Split
-from evener.tui.cli.commands.monitor import monitor
+from evener.tui.cli.monitor import monitor
 from tests.support import torch_rebalance_programs
 from tests.support.torch_program_parts import data
 from tests.support.torch_rebalance_programs import SlowBackward

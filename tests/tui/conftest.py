@@ -26,7 +26,7 @@ from evener.balancer.types import (
 from evener.devices.sampler import History, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.plan import file as plans
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from tests.support import launched_plan
 

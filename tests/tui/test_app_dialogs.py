@@ -12,12 +12,11 @@ from textual.widgets import Input, Static
 
 from evener.plan.file import load_plan
 from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.export import SaveDialog, complete_path, plan_dialog
-from evener.tui.screens.replay import ReplayScreen
-from evener.tui.screens.runs import RunPanel
+from evener.tui.screens.run_dialogs import SaveDialog, complete_path, plan_dialog
+from evener.tui.screens.runs import ReplayScreen, RunPanel
 from evener.tui.view.cells import cells
-from evener.tui.widgets.choices import OneOf, Ticks
 from evener.tui.widgets.lines import Lines
+from evener.tui.widgets.lists import OneOf, Ticks
 from tests.support.pilots import open_form, open_runs, text, until
 
 NOBODY = "~nobody-of-that-name/plan.toml"

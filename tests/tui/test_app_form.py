@@ -10,21 +10,18 @@ from textual.binding import Binding
 from textual.events import Key
 from textual.widgets import Input, Static
 
-from evener.balancer.families.registry import FAMILIES
+from evener.balancer.families import FAMILIES
 from evener.devices.discover import discover
 from evener.errors import DeviceError, RequestError
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen
 from evener.tui.screens.base import SortedScreen
-from evener.tui.screens.monitor import MonitorScreen
-from evener.tui.screens.replay import ReplayScreen
-from evener.tui.screens.runs import RunPanel, RunsScreen
+from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
+from evener.tui.screens.runs import ReplayScreen, RunPanel, RunsScreen
 from evener.tui.screens.setup import Setup, form_words
 from evener.tui.view.help import help_lines
 from evener.tui.view.marks import UNICODE
-from evener.tui.widgets.choices import OneOf, Ticks
-from evener.tui.widgets.lists import ListPanel, SortedPanel
-from evener.tui.widgets.monitor import ProcessPanel
+from evener.tui.widgets.lists import ListPanel, OneOf, SortedPanel, Ticks
 from tests.support.pilots import open_form, text, until
 
 LOCKED = DeviceError("GPU:0 is being measured by another evener (process 12).", "Wait for it, or use --share.")

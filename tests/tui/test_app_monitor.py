@@ -14,11 +14,9 @@ from textual.pilot import Pilot
 from textual.widgets._footer import FooterKey
 
 from evener.balancer.request import Request
-from evener.devices.host.snapshot_builder import OnDevice, SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
-from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
-from evener.tui.screens.signals import SignalDialog
-from evener.tui.widgets.monitor import ProcessPanel
+from evener.devices.snapshot_builder import OnDevice, SnapshotBuilder, TrainingRates
+from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog, SignalDialog
+from evener.tui.screens.monitor import ProcessPanel
 from tests.support.pilots import text, until
 
 
@@ -103,7 +101,7 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
 async def test_marked_processes_get_one_signal(app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, also if it is on two devices; Escape removes the marks."""
     sent: list[tuple[int, str]] = []
-    monkeypatch.setattr("evener.tui.screens.signals.send_signal", lambda row, name: sent.append((row.pid, name)))
+    monkeypatch.setattr("evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name)))
     rows = (script.process(1, 0), script.process(1, 1), script.process(2), script.process(3))
     app = app_of(script.snapshot(processes=rows))
     async with app.run_test(size=(80, 24)) as pilot:

@@ -17,8 +17,7 @@ from evener.errors import DeviceError, NoLayoutError
 from evener.live.files import LiveRecord
 from evener.live.journal import TrainingJournal
 from evener.tui.screens.dialogs import DetailsDialog
-from evener.tui.screens.export import SaveDialog
-from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog
+from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog, SaveDialog
 from tests.support.pilots import open_runs, text, until
 
 PAIR = "sim:gtx1080ti,gtx1080"

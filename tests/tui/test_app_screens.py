@@ -15,11 +15,10 @@ from textual.widgets import Input
 from evener.devices.types import LOST, value
 from evener.plan.file import load_plan
 from evener.tui.runtime.base_app import Sampled
-from evener.tui.runtime.run_replay import RunReplay
-from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog
-from evener.tui.screens.export import SaveDialog
-from evener.tui.screens.signals import SignalDialog
-from evener.tui.widgets.monitor import DevicePanel, ProcessPanel
+from evener.tui.runtime.sessions import RunReplay
+from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog, SignalDialog
+from evener.tui.screens.monitor import DevicePanel, ProcessPanel
+from evener.tui.screens.run_dialogs import SaveDialog
 from tests.support.pilots import text, until
 
 
@@ -99,7 +98,7 @@ async def test_sorting_goes_round_the_columns_and_keeps_the_process(app_of: Any,
 
 async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, str]] = []
-    monkeypatch.setattr("evener.tui.screens.signals.send_signal", lambda row, name: sent.append((row.pid, name)))
+    monkeypatch.setattr("evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name)))
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -197,7 +196,7 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, t
         await pilot.press("right", "right", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the verdict")
         (request,) = searches.requests
-        assert (request.devices, request.global_batch, request.engine) == ("gpu:0,1", 512, "mirrored")
+        assert (request.devices, request.global_batch, request.engine) == ("gpu:0,1", 512, "multiworker")
         await until(pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words")
         assert "820 (59 %)" in text(app, "#shares")
         assert "even split" in text(app, "#rivals")
@@ -275,7 +274,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of()
-    monkeypatch.setattr("evener.tui.screens.replay.RunReplay", functools.partial(RunReplay, speed=1e6))
+    monkeypatch.setattr("evener.tui.screens.runs.RunReplay", functools.partial(RunReplay, speed=1e6))
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)

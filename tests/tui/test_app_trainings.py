@@ -15,9 +15,9 @@ from textual.pilot import Pilot
 
 from evener.devices.recording import Recorder, Recording
 from evener.live.files import Training
-from evener.tui.cli.commands.monitor import monitor
+from evener.tui.cli.monitor import monitor
 from evener.tui.screens.dialogs import DetailsDialog
-from evener.tui.widgets.trainings import TrainingPanel
+from evener.tui.screens.trainings import TrainingPanel
 from tests.support.pilots import text, until
 from tests.support.trainings import AT_SECONDS, make_ranks
 
@@ -50,7 +50,7 @@ async def test_ranks_and_causes_are_those_of_the_training_under_the_cursor(
         assert ("GPU:1" in graphs) == (size[1] > 40), "each device where there is room for all"
         await pilot.press("down")
         await until(pilot, lambda: "1 234 samples/s" in text(app, "#causes"), "the other training")
-        assert "doesn't tell its own wo" in text(app, "#ranks")
+        assert "reports no own work" in text(app, "#ranks")
 
 
 async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(app_of: Any, script: Any) -> None:
@@ -64,7 +64,7 @@ async def test_the_cursor_stays_on_its_training_and_a_rank_turns_silent(app_of: 
         await until(pilot, lambda: "silent for 1 min" in text(app, "#ranks"), "the silence")
         assert app.screen.query_one(TrainingPanel).cursor == 0
         app.publisher.push(script.snapshot())
-        await until(pilot, lambda: "No training reports itself" in text(app, "#trainings"), "the end")
+        await until(pilot, lambda: "No training reports here" in text(app, "#trainings"), "the end")
         assert text(app, "#ranks") == text(app, "#causes") == text(app, "#training-graphs") == ""
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from evener.balancer.result.measurements import ORDER
-from evener.devices.simulated.machine_file import catalogue
+from evener.devices.simulated import catalogue
 from evener.plan.file import load_plan, to_json, to_toml
 from evener.tui.cli.main import run
-from evener.tui.cli.streams import draws_screens
+from evener.tui.cli.output import draws_screens
 from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -77,7 +77,7 @@ def test_one_device_wins_where_keeping_in_step_costs_too_much(
     assert code == 0
     assert answer["layout"]["kind"] == "solo"
     assert answer["layout"]["share"][1]["batch"] == 0
-    assert "in step" in answer["verdict"]
+    assert "synchronizing" in answer["verdict"]
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_tables_are_csv_and_markdown_too(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].startswith("Split ")
     for command in (("compare",), ("probe", "--batches", "8")):
         code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "csv", "--json")
-        assert (code, "two forms" in answer["error"]["message"]) == (2, True)
+        assert (code, "combined" in answer["error"]["message"]) == (2, True)
 
 
 def test_one_output_has_one_error_of_a_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_split_that_loses_says_why(capsys: pytest.CaptureFixture[str]) -> None
     code, answer = ask(capsys, "-d", machine(), "--global-batch", "256")
     assert code == 0
     assert answer["verdict"].startswith("Use SIM:0 alone, 256 samples a step: ")
-    assert "a split over SIM:0 and SIM:1 loses 11 %, because keeping them in step costs 22 ms" in answer["verdict"]
+    assert "a split over SIM:0 and SIM:1 loses 11 %, because synchronizing the devices costs 22 ms" in answer["verdict"]
     names = [layout["name"] for layout in answer["layouts"]]
     assert names[0] == "best single device"
     assert {"even split", "pack of 2", "place towers"} <= set(names)

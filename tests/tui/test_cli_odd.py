@@ -111,7 +111,7 @@ def test_the_doctor_fails_only_if_balance_can_not_run(
 ) -> None:
     """With the exit code for what can't be measured."""
     checks = (Check("python", "ok", "3.12"), Check("torch", level, "seen", "Do it."))
-    monkeypatch.setattr("evener.tui.cli.commands.machine.check_machine", lambda: checks)
+    monkeypatch.setattr("evener.tui.cli.machine.check_machine", lambda: checks)
     assert run(["doctor"]) == code
     capsys.readouterr()
     assert run(["doctor", "--json"]) == json.loads(capsys.readouterr().out)["exit_code"] == code
@@ -196,7 +196,7 @@ def test_a_theme_is_checked_where_nothing_is_drawn_too(command: list[str], capsy
 
 
 @pytest.mark.parametrize(
-    "option", [["--precision", "mixed_float16"], ["--xla"], ["--input", "device"], ["--engine", "mirrored"]], ids=str
+    "option", [["--precision", "mixed_float16"], ["--xla"], ["--input", "device"], ["--engine", "towers"]], ids=str
 )
 def test_what_simulated_devices_do_not_have_is_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Their speeds are written down: the figures would be the same without a word."""

@@ -12,6 +12,7 @@ import pytest
 
 from evener.balancer.number_format import rate
 from evener.tui.cli.main import run
+from evener.tui.text.progress import layout_words, outcome_words
 
 pytest.importorskip("matplotlib")
 
@@ -92,7 +93,7 @@ def test_the_page_follows_the_readers_dark_or_light(a_run: str) -> None:
 
 def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only where a device did run out of memory."""
-    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -105,7 +106,7 @@ def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.Capt
 
 def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     """For those who can't see it: each curve's points, each probe, each layout; headings are marked as such."""
-    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -116,8 +117,10 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     for curve in report.curves:
         for batch, figure in curve.points:
             assert any(f"||{curve.label}||{batch}||{rate(figure)}||" in row for row in rows)
-    for span in report.spans:
-        assert any(f"||{span.layout}||{span.result}||" in row for row in rows)
+    labels = [device.label for device in report.header.devices]
+    for entry in report.seen:
+        layout, result = layout_words(entry.seen.probe.layout, labels), outcome_words(entry.seen, labels)
+        assert any(f"||{layout}||{result}||" in row for row in rows)
     assert text.count("<th scope=col") == text.count("<th") > 15
     assert text.count("a table of its figures is") == 4
 
@@ -126,8 +129,7 @@ def test_a_legend_lies_in_its_own_picture(a_run: str) -> None:
     """On the sheet, one above its picture is under the title of another."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from evener.tui.report.contents import read_report
-    from evener.tui.report.figures import PICTURES, figure_module
+    from evener.tui.report.figures import PICTURES, figure_module, read_report
 
     for title, draw in PICTURES:
         figure = figure_module().Figure(figsize=(6.5, 4))
@@ -184,7 +186,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(capsys: pytest.CaptureF
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     """As the plan's table; the plan has one name, and no other split is the best."""
-    from evener.tui.report.contents import read_report
+    from evener.tui.report.figures import read_report, write_layout
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
     assert run(["report", "last", "-o", "report.html"]) == 0
@@ -194,7 +196,7 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     report = read_report("last")
     assert report.labels == ("SIM:0", "SIM:1 @60%")
     assert not [bar.name for bar in report.ranking if bar.name == "best split"]
-    assert len({bar.where for bar in report.ranking}) == len(report.ranking)
+    assert len({write_layout(bar.layout, report.header) for bar in report.ranking}) == len(report.ranking)
 
 
 def test_the_list_of_runs_says_what_was_simulated(capsys: pytest.CaptureFixture[str]) -> None:

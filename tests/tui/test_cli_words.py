@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.number_format import rate
+from evener.balancer.number_format import duration, rate, size
 from evener.balancer.request import Request
 from evener.errors import RequestError
 from evener.tui.cli.options import SEARCH, TRAINING, spread_lists
-from evener.tui.text.formatting import duration, plain, size
+from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_indices, parse_settings
 
 

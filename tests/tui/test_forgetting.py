@@ -10,7 +10,7 @@ import pytest
 from textual.color import Color
 from textual.dom import DOMNode
 
-from evener.tui.widgets.bars import forget_drawn, forget_found
+from evener.tui.screens.base import forget_drawn, forget_found
 
 
 def test_the_cache_holds_nothing_afterwards() -> None:

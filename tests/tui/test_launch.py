@@ -15,15 +15,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.devices.host.network import find_interface
+from evener.balancer.result.next_steps import find_training_step
+from evener.balancer.result.words import say_all
+from evener.devices.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, make_layout
 from evener.training.start_rank import STARTS
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
-from evener.tui.launch.output import named_output
+from evener.tui.launch.processes import named_output
 from evener.tui.signals import caught_signals
-from evener.tui.text.launch_line import launch_hint
 from tests.support.cores import two_cores
 from tests.support.launched_checks import check_ranks
 from tests.support.launched_plan import plan
@@ -146,13 +147,16 @@ def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.Capture
 
 
 def test_the_line_to_launch_names_the_users_script() -> None:
+    def said(made: Plan, path: str = "plan.toml") -> tuple[str, ...]:
+        return say_all(find_training_step(made, path))
+
     made = plan(["cpu-0-of-1"], workload="my train.py:build")
-    assert launch_hint(made, "plan.toml") == "to train by it: evener launch plan.toml 'my train.py'"
-    hosts = launch_hint(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
-    assert hosts == "to train by it, on each of its hosts: evener launch a.toml train.py"
-    assert launch_hint(plan(["sim-0-p100"], workload="train.py:build"), "plan.toml") == ""
-    assert launch_hint(plan(["cpu-0-of-1"], kind="place", workload="train.py:build"), "plan.toml") == ""
-    assert launch_hint(plan(["cpu-0-of-1"], workload="keras_mnist"), "plan.toml") == "", "it has no script"
+    assert said(made) == ("to train by it: evener launch plan.toml 'my train.py'",)
+    hosts = said(plan(["cpu-0-of-1", "cpu-0-of-1"], HOSTS, workload="train.py:build"), "a.toml")
+    assert hosts == ("to train by it, on each of its hosts: evener launch a.toml train.py",)
+    assert said(plan(["sim-0-p100"], workload="train.py:build")) == ()
+    assert said(plan(["cpu-0-of-1"], kind="place", workload="train.py:build")) == ()
+    assert said(plan(["cpu-0-of-1"], workload="keras_mnist")) == (), "it has no script"
 
 
 # ---------------------------------------------------------------------- real processes

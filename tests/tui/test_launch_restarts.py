@@ -24,11 +24,11 @@ from evener.live.files import start_ticks
 from evener.live.journal import StartEntry
 from evener.plan.check import check_fit
 from evener.plan.file import Kind, Plan, make_layout, parse_plan, to_toml
-from evener.plan.smaller import leave_out
-from evener.training.device_errors import is_device_error
-from evener.tui.launch import working_devices
-from evener.tui.launch.ending import Ending
-from evener.tui.launch.working_devices import find_broken
+from evener.plan.solver import leave_out
+from evener.training.launched import is_device_error
+from evener.tui.launch import restarts
+from evener.tui.launch.processes import Ending
+from evener.tui.launch.restarts import find_broken
 from tests.support.launched_plan import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     assert said == [
         "evener: surviving_training.py starts: 5 rows on CPU:0, 3 rows on CPU:1",
         "evener: rank 1 was ended by SIGKILL; trying the devices",
-        "evener: a device (cpu-1-of-2) computes nothing any more and is left out: 5+3 → 8+0 rows",
+        "evener: a device (cpu-1-of-2) no longer computes and is left out: 5+3 → 8+0 rows",
         "evener: all start again, 1 of 2 times",
         "evener: rank 0 was ended by SIGKILL; trying the devices",
         "evener: a device (cpu-1-of-2) computes again: 8+0 → 5+3 rows",
@@ -135,7 +135,7 @@ def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(tmp
     assert (tmp_path / "alone").read_text().endswith("plan-1.toml")
     for device in ("cpu-0-of-2", "cpu-1-of-2"):
         assert (tmp_path / device).read_text() == f"2 {tmp_path / 'plan.toml'}"
-    assert done.stderr.count("computes nothing any more") == done.stderr.count("computes again") == 1
+    assert done.stderr.count("no longer computes") == done.stderr.count("computes again") == 1
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path)
     assert done.stderr.splitlines() == [
         "evener: train.py starts: 2 rows on CPU:0",
         "evener: rank 0 was ended by SIGABRT; trying the devices",
-        "evener: CPU:0 computes nothing any more. Run evener doctor, and make a plan for what is left.",
+        "evener: CPU:0 no longer computes. Run evener doctor, and make a plan for what is left.",
     ]
 
 
@@ -222,7 +222,7 @@ def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
 
 
 def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -> None:
-    program = "from evener.training.device_errors import *; abort_on_device_error(); raise RuntimeError('{}')"
+    program = "from evener.training.launched import *; abort_on_device_error(); raise RuntimeError('{}')"
     for text, variables, code in (
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": "GPU-1"}, -signal.SIGABRT),
         ("CUDA error: unspecified launch failure", {"EVENER_DEVICE": ""}, 1),
@@ -266,7 +266,7 @@ def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.M
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    monkeypatch.setattr(working_devices, "CHECK_SECONDS", 2.0)
+    monkeypatch.setattr(restarts, "CHECK_SECONDS", 2.0)
     (device,) = discover("cpu/1:0").devices
     assert find_broken([device], "torch", []) == (device,)
     pid = tmp_path / "pid"

@@ -22,7 +22,7 @@ def _loaded(code: str, tmp_path: Path) -> set[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        "evener.tui.cli.commands.monitor",
+        "evener.tui.cli.monitor",
         "evener.devices.recording",
         "evener.tui.view.plain",
         "evener.tui.view.balance_lines",
@@ -39,7 +39,7 @@ def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> 
 
 FIRST_FRAME = """
 import asyncio
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 from evener.tui.runtime.snapshot_publisher import open_publisher
 
 async def draw():
@@ -54,8 +54,8 @@ LATER = {
     "tensorflow", "keras", "torch", "numpy", "pynvml", "ray", "typer", "plotext", "textual_plotext", "aiohttp",
     "prometheus_client", "textual_serve", "markdown_it", "pygments", "rich.traceback", "rich.markdown", "rich.progress",
     "importlib.metadata", "hashlib", "multiprocessing", "evener.balancer.session", "evener.balancer.search.search",
-    "evener.balancer.store.runs", "evener.devices.nvidia.source", "evener.devices.cpu.source",
-    "evener.tui.screens.dialogs", "evener.tui.screens.signals", "evener.tui.screens.balance", "evener.tui.screens.runs",
+    "evener.balancer.store.runs", "evener.devices.nvidia.source", "evener.devices.cpu",
+    "evener.tui.screens.dialogs", "evener.tui.screens.balance", "evener.tui.screens.runs",
     "evener.tui.screens.trainings", "evener.tui.view.help", "evener.tui.view.trainings", "evener.tui.report.page",
 }  # fmt: skip
 

@@ -62,30 +62,32 @@ TABLE = {
         advice=True,
     ),
     "a pause before the optimizer's step": _all(
-        Habit(before=30), "Between steps 30 ms pass, 23 % of the time, as for logging or clipping."
+        Habit(before=30), "30 ms pass between steps, 23 % of the time, for example in logging or clipping."
     ),
     "a pause after it": _all(
-        Habit(after=30), "Between steps 30 ms pass, 23 % of the time, as for logging or clipping."
+        Habit(after=30), "30 ms pass between steps, 23 % of the time, for example in logging or clipping."
     ),
     "a pause before the optimizer's step on one rank": _pair(
         EVEN,
         Habit(before=30),
-        "GPU:1 takes 30 ms between steps, 23 % of the time, as for logging or clipping; the others wait for it.",
+        "GPU:1 takes 30 ms between steps, 23 % of the time, for example in logging or clipping;"
+        " the others wait for it.",
     ),
     "a pause after it on one rank": _pair(
         Habit(after=30),
         EVEN,
-        "GPU:0 takes 30 ms between steps, 23 % of the time, as for logging or clipping; the others wait for it.",
+        "GPU:0 takes 30 ms between steps, 23 % of the time, for example in logging or clipping;"
+        " the others wait for it.",
     ),
-    "an exchange that nothing hides": _all(
-        EVEN, "Exchanging gradients takes 40 ms that nothing hides.", world=4, exchange=40
+    "an exchange that no computation overlaps": _all(
+        EVEN, "Exchanging gradients takes 40 ms that no computation overlaps.", world=4, exchange=40
     ),
     "an exchange that is hidden": _all(EVEN, exchange=5),
     "an exchange beside more own work": _pair(
         EVEN,
         Habit(own=150),
         "GPU:1 takes 150 ms for its share; others wait up to 50 ms for it.",
-        "Exchanging gradients takes 40 ms that nothing hides.",
+        "Exchanging gradients takes 40 ms that no computation overlaps.",
         advice=True,
         exchange=40,
     ),
@@ -93,7 +95,7 @@ TABLE = {
         Habit(input=27),
         EVEN,
         "GPU:0 waits for data for 27 ms of a step, 17 %; the others wait for it.",
-        "Exchanging gradients takes 30 ms that nothing hides.",
+        "Exchanging gradients takes 30 ms that no computation overlaps.",
         exchange=30,
     ),
     "noise": _all(Habit(noise=0.15)),
@@ -109,24 +111,24 @@ TABLE = {
         Habit(disk=30, doing="sum", **STUCK),
         Habit(disk=30, silence=42),
         "GPU:1 has been silent for 42 s: stopped, or gone; the others wait for it.",
-        bars=("waiting in the sum for 42 s", "silent for 42 s"),
+        bars=("waiting in the all-reduce for 42 s", "silent for 42 s"),
     ),
     "evaluation on all ranks": _all(
         Habit(doing="between steps", **STUCK),
-        "All ranks have been between steps for 42 s, as for an evaluation or a checkpoint.",
+        "All ranks have been between steps for 42 s, perhaps in an evaluation or a checkpoint.",
         bars=("between steps for 42 s", "between steps for 42 s"),
     ),
     "evaluation on one rank": _pair(
         Habit(doing="between steps", silence=42, batch=25),
         Habit(doing="sum", **STUCK),
-        "GPU:0 has been between steps for 42 s, as for an evaluation or a checkpoint; the others wait for it.",
-        bars=("between steps for 42 s", "waiting in the sum for 42 s"),
+        "GPU:0 has been between steps for 42 s, perhaps in an evaluation or a checkpoint; the others wait for it.",
+        bars=("between steps for 42 s", "waiting in the all-reduce for 42 s"),
     ),
     "a rank that hangs": _pair(
         Habit(doing="sum", **STUCK),
         Habit(doing="own work", **STUCK),
         "GPU:1 has been in own work for 42 s; the others wait for it.",
-        bars=("waiting in the sum for 42 s", "in own work for 42 s"),
+        bars=("waiting in the all-reduce for 42 s", "in own work for 42 s"),
     ),
     "a rank whose data hang": _pair(
         Habit(doing="sum", **STUCK),
@@ -134,7 +136,7 @@ TABLE = {
         "GPU:1 has been waiting for data for 42 s; the others wait for it.",
     ),
     "a network that hangs": _all(
-        Habit(doing="sum", **STUCK), "All ranks have been waiting in the sum for 42 s.", world=4
+        Habit(doing="sum", **STUCK), "All ranks have been waiting in the all-reduce for 42 s.", world=4
     ),
     "a rank that is stopped among four": Made(
         (*[Habit(doing="sum", **STUCK)] * 3, Habit(silence=42)),
@@ -142,10 +144,10 @@ TABLE = {
     ),
     "a process alone that evaluates": Made(
         (Habit(doing="between steps", **STUCK),),
-        ("GPU:0 has been between steps for 42 s, as for an evaluation or a checkpoint.",),
+        ("GPU:0 has been between steps for 42 s, perhaps in an evaluation or a checkpoint.",),
     ),
     "a process alone that pauses": Made(
-        (Habit(after=50),), ("Between steps 50 ms pass, 33 % of the time, as for logging or clipping.",)
+        (Habit(after=50),), ("50 ms pass between steps, 33 % of the time, for example in logging or clipping.",)
     ),
     "records of the first version": _pair(
         Habit(old=True),
@@ -156,7 +158,7 @@ TABLE = {
     "a rank that waits for one whose record isn't due yet": _pair(
         Habit(doing="sum", **STUCK),
         Habit(disk=30),
-        "GPU:0 has been waiting in the sum for 42 s; what the others are at isn't known yet.",
+        "GPU:0 has been waiting in the all-reduce for 42 s; where the others are isn't known yet.",
     ),
     "a record that is due soon": _all(Habit(silence=4)),
 }

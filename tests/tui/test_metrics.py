@@ -30,8 +30,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from evener.tui.serve.address import Address, is_loopback
-from evener.tui.serve.metric_families import metric_families
-from evener.tui.serve.metrics import parse_metrics_address, serving_metrics
+from evener.tui.serve.metrics import metric_families, parse_metrics_address, serving_metrics
 
 ROOT = Path(__file__).parents[2]
 Found = dict[str, dict[str, float]]  # metric -> UUID, or rank -> value

@@ -14,7 +14,7 @@ import pytest
 
 from evener.devices.recording import Recorder, Recording
 from evener.errors import RequestError
-from evener.tui.cli.commands.monitor import monitor
+from evener.tui.cli.monitor import monitor
 
 SIM = "sim:gtx1080ti,gtx1080"
 
@@ -143,7 +143,7 @@ def test_csv_has_a_line_for_each_device_and_the_keys_of_json(tmp_path: Path, scr
     assert float(rows[0]["power_watts"]) == 640
     assert rows[0]["fan_percent"] == ""
     assert set(json.loads(_printed(SIM, as_json=True))["devices"][0]) <= {*rows[0], "device"}
-    with pytest.raises(RequestError, match="two forms"):
+    with pytest.raises(RequestError, match="combined"):
         monitor(SIM, as_json=True, as_csv=True)
 
 

@@ -20,11 +20,11 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 
-RUN = "import sys; from evener.tui.app.start import run_app; sys.exit(run_app({devices!r}))"
+RUN = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
 SYNTHETIC = "from evener.workloads import registry; registry.default_name = lambda *_: 'synthetic'; "  # in the form
 BREAK = """
 import sys
-from evener.tui.app.start import run_app
+from evener.tui.start import run_app
 from evener.tui.screens.monitor import MonitorScreen
 def broken(self): raise ZeroDivisionError("planted")
 MonitorScreen.action_refresh = broken

@@ -16,11 +16,11 @@ import pytest
 
 from evener.balancer.events import ProbeProgress
 from evener.devices.discover import discover, open_source
-from evener.devices.process_signals import send_signal
+from evener.devices.processes import send_signal
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.base_app import Sampled
-from evener.tui.runtime.run_replay import RunReplay
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
+from evener.tui.runtime.sessions import RunReplay
 from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 

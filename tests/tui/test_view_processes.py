@@ -10,9 +10,9 @@ import pytest
 
 from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
 from evener.tui.view.cells import span_cells
-from evener.tui.view.details import process_details
 from evener.tui.view.figures import run_time
 from evener.tui.view.marks import UNICODE
+from evener.tui.view.monitor import process_details
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,
     PROCESSES,
@@ -130,7 +130,11 @@ def test_tokens_and_padding_are_shown_where_rows_have_lengths(script: Any) -> No
 def test_no_process_is_said(script: Any) -> None:
     gpu = script.sample(0)
     slice_ = script.sample(0, device=script.device(0, "AMD EPYC", "cpu"))
-    for devices, said in (((gpu,), "No process is on these"), ((slice_,), "reports itself"), ((gpu, slice_), "is on")):
+    for devices, said in (
+        ((gpu,), "No process is on these"),
+        ((slice_,), "No training reports"),
+        ((gpu, slice_), "is on"),
+    ):
         nothing = nothing_there(devices)
         lines, _ = table_lines(PROCESSES, [], 79, 5, UNICODE, Position(), Order("pid"), nothing=nothing)
         assert said in lines[1].text

@@ -18,8 +18,13 @@ from evener.tui.view.devices import DeviceRow, device_lines
 from evener.tui.view.marks import ASCII, UNICODE, Marks
 from evener.tui.view.plain import snapshot_document, snapshot_text
 from evener.tui.view.ranks import work_by_device
-from evener.tui.view.training_graphs import training_graph_lines
-from evener.tui.view.training_lines import arrange_trainings, rank_table, training_lines, training_table
+from evener.tui.view.training_lines import (
+    arrange_trainings,
+    rank_table,
+    training_graph_lines,
+    training_lines,
+    training_table,
+)
 from evener.tui.view.trainings import TrainingRow, join_trainings
 from tests.support.trainings import AT_SECONDS, make_ranks
 
@@ -141,7 +146,7 @@ def test_input_throttling_and_a_neighbour_are_seen(script: Any) -> None:
     assert [cause.text for cause in row.causes] == ["GPU:1 is throttled 45 % of the time: power cap."]
     own, other = script.process(4000, 0), script.process(99, 1, samples_per_second=LOST)
     row = _only(script, make_ranks(**even), processes=(own, other))
-    assert [cause.text for cause in row.causes] == ["On GPU:1 process 99 of ada computes too (87 % of it)."]
+    assert [cause.text for cause in row.causes] == ["Process 99 of ada also computes on GPU:1 (87 % of it)."]
     idle = msgspec.structs.replace(other, sm_percent=value(0))
     assert _kinds(_only(script, make_ranks(**even), processes=(idle,))) == []
 
@@ -180,7 +185,7 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     row = _only(script, make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0))
     text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100, UNICODE))
     assert "82 % of the plan's 10 000" in text
-    assert "No cause is seen" in text
+    assert "No cause was found" in text
 
 
 def snapshot_with(*reports: Training) -> Snapshot:

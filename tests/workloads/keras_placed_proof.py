@@ -8,9 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.workloads.keras_backend.models.classifiers import resnet50
-from evener.workloads.keras_backend.models.two_tower import PlacedEngine, build, model, reviews
-from evener.workloads.keras_backend.pipeline_stages import added
+from evener.workloads.keras_backend.models import resnet50
+from evener.workloads.keras_backend.two_tower import PlacedEngine, added, build, model, reviews
 from evener.workloads.profiling import profile
 from evener.workloads.protocol import Place
 

@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from evener.balancer.probes.exit_causes import error_is_memory, one_line
+from evener.balancer.probes.failures import error_is_memory, one_line
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
-from evener.workloads.keras_backend.kernel_limits import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
-from evener.workloads.keras_backend.models.classifiers import maxer
+from evener.workloads.keras_backend.models import maxer
+from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
 from tests.support.keras_twice import leave_graphs_alone
@@ -300,30 +300,25 @@ def count_maxer() -> int:
 
 
 def together(_rank: int, folder: str) -> dict[str, Any]:
-    """Three devices in one process, by two engines, against one device."""
+    """Three devices in one process, as towers, against one device."""
     make_logical_cpus(3)
     leave_graphs_alone()
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     towers = build("keras_mnist", 3, settings=small)
-    mirrored = build("keras_mnist", 2, engine="mirrored", settings=small)
     one = build("keras_mnist", settings=small)
     plain = losses(one, (12,), 4)
     spread = losses(towers, (7, 4, 1), 4)
-    losses(mirrored, (9, 3), 4)
     found = {
         "towers": [apart(one, towers), float(np.abs(np.subtract(plain, spread)).max())],
-        "mirrored": apart(one, mirrored),
         "losses in passes": [losses(one, (12,), 3, (5,)), losses(towers, (7, 4, 1), 3, (3, 4, 1))],
-        "mirrored in one pass": len(losses(mirrored, (9, 3), 3)),
-        "passes": [apart(one, mirrored), apart(towers, mirrored)],
+        "passes": apart(one, towers),
         "left out": losses(towers, (9, 0, 3), 2),
         "again": losses(towers, (20, 2, 6), 2),
         "from device": losses(build("keras_mnist", 2, settings=small, input="device"), (9, 3), 4),
-        "engines": [each.facts()["engine"] for each in (one, towers, mirrored)],
+        "engines": [each.facts()["engine"] for each in (one, towers)],
         "memory": towers.max_memory_bytes(),
         "xla": attempt(lambda: build("keras_mnist", 2, xla=True)),
         "shares": attempt(lambda: towers.prepare((3, 4))),
-        "mirrored in passes": attempt(lambda: mirrored.prepare((9, 3), (3, 3))),
     }
     return found | {"placed": placed()}
 

@@ -16,9 +16,12 @@ from evener.workloads import registry  # noqa: E402
 from evener.workloads.datasets import stripes  # noqa: E402
 from evener.workloads.protocol import Place  # noqa: E402
 from evener.workloads.torch_backend import batches as torch_batches  # noqa: E402
-from evener.workloads.torch_backend.models.classifiers import as_tensors, cross_entropy  # noqa: E402
-from evener.workloads.torch_backend.models.split_depth import DepthNet  # noqa: E402
-from evener.workloads.torch_backend.models.tiled_cnn import TilesNet  # noqa: E402
+from evener.workloads.torch_backend.models import (  # noqa: E402
+    DepthNet,
+    as_tensors,
+    cross_entropy,
+)
+from evener.workloads.torch_backend.tiling import TilesNet  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.workloads.preload import find_imports
+from evener.workloads.registry import find_imports
 
 TORCH = "evener.workloads.torch_backend.user_model"
 SCRIPT = """
@@ -46,7 +46,7 @@ def test_a_script_that_can_t_be_read_is_left_to_its_child(tmp_path: Path, text: 
 
 def test_a_workload_of_the_table_is_imported_by_its_module() -> None:
     """Nothing for one that doesn't exist."""
-    assert find_imports("keras_mnist", "tensorflow") == ("evener.workloads.keras_backend.models.classifiers",)
+    assert find_imports("keras_mnist", "tensorflow") == ("evener.workloads.keras_backend.models",)
     assert find_imports("synthetic", "none") == ("evener.workloads.synthetic",)
     assert find_imports("package.module:build", "torch") == (TORCH,)
     assert find_imports("no_such", "torch") == ()

@@ -19,7 +19,7 @@ from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData
-from evener.workloads.torch_backend.models.classifiers import GruNet, classifier, maxer, mnist, mnist_batch
+from evener.workloads.torch_backend.models import GruNet, classifier, maxer, mnist, mnist_batch
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from evener.workloads.user_code import find_line

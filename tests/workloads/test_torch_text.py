@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from evener.balancer.intake.job import take_in
-from evener.balancer.probes.make import make_prober
+from evener.balancer.intake import take_in
+from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.errors import RequestError
@@ -20,7 +20,7 @@ from evener.shares.costs import Cost, Work
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data
-from evener.workloads.torch_backend.models.language import Decoder, Texts, make_recipe, pad_texts
+from evener.workloads.torch_backend.models import Decoder, Texts, make_recipe, pad_texts
 from evener.workloads.torch_backend.samplers import Lengths, read_lengths
 from evener.workloads.torch_backend.workload import TorchWorkload
 from tests.support.cores import two_cores

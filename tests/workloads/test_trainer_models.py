@@ -19,7 +19,7 @@ import torch
 from evener.errors import RequestError
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import user_model
-from evener.workloads.torch_backend.trainer_model import find_recipe
+from evener.workloads.torch_backend.user_model import find_recipe
 from tests.support.frameworks import LazyModule
 
 programs: Any = LazyModule("tests.support.huggingface_programs")

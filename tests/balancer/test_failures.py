@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.probes import exit_causes
+from evener.balancer.probes import failures
 
 MEMORY = [
     (("ResourceExhaustedError", "OpError"), "Graph execution error"),
@@ -33,13 +33,13 @@ OTHER = [
 @pytest.mark.parametrize(("types", "text"), MEMORY)
 def test_these_exceptions_mean_memory(types: tuple[str, ...], text: str) -> None:
     """By the type, or by the text where a framework has no type for it."""
-    assert exit_causes.error_is_memory(types, text)
+    assert failures.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(("types", "text"), OTHER)
 def test_these_do_not(types: tuple[str, ...], text: str) -> None:
     """Errors of other kinds stay what they are."""
-    assert not exit_causes.error_is_memory(types, text)
+    assert not failures.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(
@@ -59,30 +59,28 @@ def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
     code: int, cap_share: float, killed: bool, stderr: str, memory: bool
 ) -> None:
     """A signal alone says nothing."""
-    assert exit_causes.exit_is_memory(code, cap_share, killed, stderr) is memory
+    assert failures.exit_is_memory(code, cap_share, killed, stderr) is memory
 
 
 def test_ends_in_words_name_the_signal_or_the_code() -> None:
     """Also for a signal that has no name."""
-    assert exit_causes.describe_exit(-11) == ("signal", "its process was ended by SIGSEGV")
-    assert exit_causes.describe_exit(7)[0] == "exit"
-    assert "7" in exit_causes.describe_exit(7)[1]
-    assert exit_causes.describe_exit(-200) == ("signal", "its process was ended by signal 200")
+    assert failures.describe_exit(-11) == ("signal", "its process was ended by SIGSEGV")
+    assert failures.describe_exit(7)[0] == "exit"
+    assert "7" in failures.describe_exit(7)[1]
+    assert failures.describe_exit(-200) == ("signal", "its process was ended by signal 200")
 
 
 def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
     """Two names are no answer."""
-    assert (
-        exit_causes.find_gpu_number("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
-    )
-    assert exit_causes.find_gpu_number("device:GPU:0 and device:GPU:1") is None
-    assert exit_causes.find_gpu_number("somewhere") is None
+    assert failures.find_gpu_number("OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc") == 1
+    assert failures.find_gpu_number("device:GPU:0 and device:GPU:1") is None
+    assert failures.find_gpu_number("somewhere") is None
 
 
 @given(st.text())
 def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> None:
     """No control character, no escape, nothing without end."""
-    line = exit_causes.one_line(text)
+    line = failures.one_line(text)
     assert len(line) <= 300
     assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
 
@@ -90,7 +88,7 @@ def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> Non
 def test_a_traced_error_is_reported_by_its_last_line() -> None:
     """TensorFlow's "in user code:" is not what a person needs."""
     text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
-    assert exit_causes.one_line(text) == "ValueError: 3 != 4"
+    assert failures.one_line(text) == "ValueError: 3 != 4"
 
 
 def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
@@ -98,16 +96,16 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
     text = "Graph execution error:\n\nDetected at node conv defined at (most recent call last):\n"
     text += '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
     text += "\n\t [[{{node conv}}]]"
-    assert exit_causes.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
-    assert exit_causes.one_line("Graph execution error:") == "Graph execution error:"
+    assert failures.one_line(text) == "CUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor"
+    assert failures.one_line("Graph execution error:") == "Graph execution error:"
 
 
 def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() -> None:
     """Keras names the layer first, then in bold what was wrong, then the arguments."""
     text = "Exception encountered when calling Net.call().\n\n\x1b[1mno such layer\x1b[0m\n\nArguments received: x"
-    assert exit_causes.one_line(text) == "no such layer"
+    assert failures.one_line(text) == "no such layer"
 
 
 def test_a_long_line_is_cut_between_words() -> None:
     """A cut token would be read as another one."""
-    assert exit_causes.one_line("shape (12, 345) is wrong", 16) == "shape (12, …"
+    assert failures.one_line("shape (12, 345) is wrong", 16) == "shape (12, …"

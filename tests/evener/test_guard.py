@@ -1,0 +1,154 @@
+"""The guard: which losses of a loop are means over rows, by the loop's own functions computed again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evener.torch_split.guard import Guard
+
+ROWS = 8
+Body = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Scaled(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss * 1.0
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def noisy(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(functional.dropout(model(inputs + torch.randn_like(inputs)), 0.3), labels)
+
+
+def summed_by_hand(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for name in range(3):
+        chosen = functional.one_hot(labels, 3)[:, name]
+        total = total - (model(inputs).log_softmax(1)[:, name] * chosen).sum()
+    return total / inputs.size(0)
+
+
+def contrastive(model: Any, inputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    found = functional.normalize(model(inputs))
+    return functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(inputs)))
+
+
+def mined(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+    hard = torch.from_numpy((losses.detach().numpy() > losses.mean().item()).astype("float64"))
+    return (losses * hard).mean()
+
+
+def read_back(model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(model(inputs), labels)
+    return loss * (1.0 / loss.item())
+
+
+EXACT: dict[str, Body] = {
+    "a mean": lambda model, x, y: functional.cross_entropy(model(x), y),
+    "a module": lambda model, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(model(x), y),
+    "divided by size": lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum") / x.size(0),
+    "divided by shape": lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum") / x.shape[0],
+    "a product of sizes": lambda model, x, _: model(x).view(x.shape[0] * 3).square().sum() / (x.shape[0] * 3),
+    "accumulated": lambda model, x, y: functional.cross_entropy(model(x), y) / 4,
+    "squares": lambda model, x, y: (model(x).float() - functional.one_hot(y, 3)).pow(2).mean().double(),
+    "two losses": lambda model, x, y: (out := model(x)).square().mean() * 0.1 + functional.cross_entropy(out, y),
+    "in place": lambda model, x, y: functional.cross_entropy(model(x), y).mul_(0.5).add_(model(x).mean()),
+    "noise and dropout": noisy,
+    "by hand": summed_by_hand,
+    "class weights by rows": lambda model, x, y: (
+        functional.cross_entropy(model(x), y, reduction="none") * torch.tensor([1.0, 2.0, 3.0])[y]
+    ).mean(),
+    "a function of one's own": lambda model, x, _: Scaled.apply(model(x).mean()),
+    "a penalty": lambda model, x, y: (
+        functional.cross_entropy(model(x), y) + sum(each.square().sum() for each in model.parameters()) * 0.01
+    ),
+}
+OTHER: dict[str, tuple[Body, str]] = {
+    "a sum": (lambda model, x, y: functional.cross_entropy(model(x), y, reduction="sum"), "it is a sum"),
+    "divided by a constant": (lambda model, x, _: model(x).square().sum() / ROWS, "it is a sum"),
+    "class weights": (
+        lambda model, x, y: functional.cross_entropy(model(x), y, weight=torch.tensor([1.0, 2.0, 30.0])),
+        "isn't a mean over rows",
+    ),
+    "ignored labels": (
+        lambda model, x, y: functional.cross_entropy(model(x), y, ignore_index=2),
+        "isn't a mean over rows",
+    ),
+    "contrastive": (contrastive, "can't be computed again"),
+    "mined": (mined, "can't be followed"),
+    "read back": (read_back, "can't be followed"),
+    "a standard deviation": (lambda model, x, _: model(x).std(0).sum(), "isn't a mean over rows"),
+    "no model": (lambda _, x, __: (x * torch.ones((), requires_grad=True)).mean(), "isn't computed from"),
+    "a loop over rows": (
+        lambda model, x, y: (
+            sum(functional.cross_entropy(model(x)[i : i + 1], y[i : i + 1]) for i in range(ROWS)) / ROWS
+        ),
+        "isn't a mean over rows",
+    ),
+}
+
+
+def judge(body: Body, rows: int = ROWS) -> str:
+    """What the guard finds of one step of a loop."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double()
+    inputs, labels = torch.randn(rows, 5, dtype=torch.float64), torch.arange(rows) % 3
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    guard = Guard([model], (inputs, labels))
+    try:
+        loss = body(model, inputs, labels)
+        drawn = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(drawn, torch.get_rng_state())
+    finally:
+        guard.close()
+    assert torch.overrides._get_current_function_mode() is None
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(weights[name], before[name]) for name in weights)
+    assert int(model[1].num_batches_tracked) >= 1 or "model" not in body.__code__.co_varnames
+    return guard.fault
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_mean_over_rows_is_known(name: str) -> None:
+    assert judge(EXACT[name]) == ""
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
+    body, said = OTHER[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert said in judge(body)
+
+
+def test_a_single_row_cannot_be_compared() -> None:
+    class Bare(nn.Linear):
+        pass
+
+    model = Bare(2, 1)
+    guard = Guard([model], torch.ones(1, 2))
+    model(torch.ones(1, 2)).mean().backward()
+    guard.close()
+    assert "a single row" in guard.fault

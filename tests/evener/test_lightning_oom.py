@@ -1,0 +1,98 @@
+"""Trainings by Lightning in which passes run out of memory end as those whose memory suffices, or in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if not all(map(find_spec, ("torch", "lightning"))):
+    pytest.skip("a trainer isn't installed", allow_module_level=True)
+
+import torch
+
+from tests.support import lightning_oom_programs as programs
+from tests.support import torch_oom_programs as bombed
+
+PROGRAMS = "tests.support.lightning_oom_programs"
+GIVEN = (((8,), (8,)), ((6, 2), (6, 2)), ((6, 2), (3, 1)))  # shares, and rows of a pass
+pytestmark = pytest.mark.slow
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def expected(trainer_ranks: Run) -> dict[str, Any]:
+    """What Lightning alone ends with, by case."""
+    (found,) = trainer_ranks(f"{PROGRAMS}.reference_all")
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Run) -> list[list[Any]]:
+    """What the ranks of each plan end with."""
+    return [trainer_ranks(f"{PROGRAMS}.train_all", *given, world=len(given[0])) for given in GIVEN]
+
+
+@pytest.mark.parametrize("name", programs.CASES)
+def test_it_learns_what_a_training_learns_whose_memory_suffices(expected: Any, trained: Any, name: str) -> None:
+    case, wanted = programs.CASES[name], expected[name]
+    ranks = [rank[name] for plan in trained for rank in plan if name in rank]
+    assert sum(rank["burst"] for rank in ranks) >= 10
+    for rank in ranks:
+        for mine, its in zip(rank["weights"], wanted["weights"], strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=case.within)
+        assert rank["steps"] == wanted["steps"]
+        assert rank["unpaired"] == [], "the callbacks of a batch run once"
+        if name not in ("columns", "resumed"):  # logged on each rank alone; Lightning itself logs another mean
+            for kind in ("metrics", "shown"):
+                own = {figure: value for figure, value in rank[kind].items() if figure != "metric"}
+                assert own == pytest.approx({figure: wanted[kind][figure] for figure in own}, abs=case.within)
+                assert rank[kind].get("metric", 0) == pytest.approx(wanted[kind].get("metric", 0), abs=1e-6)
+
+
+def test_a_figure_that_one_device_logs_of_a_step_is_of_all_its_rows(expected: Any, trained: Any) -> None:
+    ((rank,), *_) = trained
+    assert rank["columns"]["shown"] == pytest.approx(expected["columns"]["shown"], abs=1e-12)
+
+
+@pytest.mark.usefixtures("one_torch_thread")
+@pytest.mark.parametrize("name", programs.SAME_PASSES)
+def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_same_passes(
+    trained: Any, name: str
+) -> None:
+    case = programs.SAME_PASSES[name]
+    for (given, _), plan in zip(GIVEN[:2], trained, strict=False):
+        shares, ranks = [4 * share for share in given], [rank["same passes"][name] for rank in plan]
+        assert sum(rank["burst"] for rank in ranks) >= 5
+        for rank, share in zip(ranks, shares, strict=True):
+            assert [sum(sizes) for sizes in rank["kept"]] == [share] * case.steps, "each row once"
+        wanted = bombed.reference(case, shares, [rank["kept"] for rank in ranks])
+        for rank in ranks:
+            assert rank["loss"] == pytest.approx(sum(wanted["losses"]) / case.steps, abs=1e-12)
+            for mine, its in zip(rank["state"], wanted["state"], strict=True):
+                torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("manual", "training_step takes the steps of its optimizers itself"),
+        ("LBFGS", "LBFGS goes by the loss of the whole batch"),
+        ("a sum", "it is a sum, not a mean over rows"),
+        ("no room", "There is no room for the 0.0 GiB of AdamW's state"),
+        ("gathered", "the loop meets other ranks in a pass"),
+    ],
+)
+def test_what_cannot_be_computed_again_ends_in_a_sentence(trainer_ranks: Run, name: str, words: str) -> None:
+    waited, said = trainer_ranks(f"{PROGRAMS}.end", name, [4, 4], world=2)
+    assert said.startswith("DeviceError")
+    assert words in said
+    assert "Error" in waited
+
+
+def test_what_a_failed_pass_computed_is_released_before_smaller_ones_begin(trainer_ranks: Run) -> None:
+    (seen,) = trainer_ranks(f"{PROGRAMS}.look_at_memory")
+    assert len(seen) >= 10
+    assert all(seen)

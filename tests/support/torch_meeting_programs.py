@@ -1,0 +1,108 @@
+"""Losses that meet other ranks themselves, on two ranks of which the second one runs out of memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from evener.balancer.store import runs
+from evener.errors import DeviceError
+from evener.live.journal import RetreatEntry
+from evener.torch_split import Split
+from tests.support.torch_oom_programs import Bomb, Fuse
+
+WIDTH, STEPS = 4, 4
+CASES = {  # where its memory runs out, in the first step
+    "before the loss counts": ("forward", 0),
+    "after the loss counts": ("backward", 1),
+    "two steps before the loss counts": ("forward", 0),
+    "in front of a layer": ("forward", 0),
+    "behind a layer": ("forward", 1),
+    "sharded": ("forward", 1),
+}
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """As SyncBatchNorm takes it."""
+
+    @staticmethod
+    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        mean = rows.mean(0)
+        dist.all_reduce(mean)
+        return rows - mean / 2
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        mean = gradient.mean(0)
+        dist.all_reduce(mean)
+        return gradient - mean / 2
+
+
+class Net(nn.Module):
+    def __init__(self, fuse: Fuse, meets: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.fuse, self.meets = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), fuse, meets
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.fuse.begin()
+        hidden = self.first(Bomb.apply(rows, self.fuse, 0))
+        hidden = MeanOverRanks.apply(hidden) if self.meets else hidden
+        made: torch.Tensor = self.last(Bomb.apply(hidden, self.fuse, 1))
+        return made
+
+
+def train(folder: Path, rank: int, name: str) -> None:
+    """What a rank ends with, and the steps that it took."""
+    torch.set_num_threads(1)
+    layered, sharded = name.endswith("layer"), name == "sharded"
+    split = Split(ratios=[1, 1], global_batch=16, weigh="loss" if layered or sharded else "gradients")
+    fuse = Fuse()
+    model: Any = Net(fuse, layered).double()
+    model = split.wrap(fully_shard(model) if sharded else model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fuse.at = [(*CASES[name], 0)] if rank == 1 else []
+    data = TensorDataset(torch.randn(16 * STEPS, WIDTH, generator=torch.Generator().manual_seed(1)).double())
+    steps = 0
+
+    def compute(part: Any) -> Any:
+        loss = model(part.batch[0]).square().mean()
+        if "counts" in name and (steps >= 2 or "two steps" not in name):
+            dist.all_reduce(torch.tensor([float(part.rows)]))
+        return loss
+
+    try:
+        for batch in split.loader(data, shuffle=False):
+            split.step(batch, compute)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+        ended = "learned"
+    except (DeviceError, RuntimeError) as error:
+        ended = f"{type(error).__name__}: {error}"
+    torch.save((ended, steps), folder / f"{rank}.pt")
+
+
+def train_noted(folder: Path, rank: int, state: str) -> None:
+    """The retreats in the journal, as the first rank has written it, and those that a rank said."""
+    torch.set_num_threads(1)
+    os.environ |= {"XDG_STATE_HOME": state, "EVENER_RUN": "20261122-120000-abc1"}
+    split, fuse = Split(ratios=[1, 1], global_batch=16, journal=True), Fuse()
+    said: list[Any] = []
+    model = split.wrap(Net(fuse, False).double())
+    for step, batch in enumerate(split.loader(TensorDataset(torch.randn(48, WIDTH).double()))):
+        fuse.at, fuse.passes = [("forward", 0, 0)] if step in (rank, 2 * rank) else [], -1
+        split.step(batch, lambda part: model(part.batch[0]).square().mean())
+        said += [split._planned.reporter.retreat] if fuse.burst > len(said) else []
+    split.close()
+    training = runs.load_training("20261122-120000-abc1")
+    assert training is not None
+    lines = [entry.line for entry in training.entries if isinstance(entry, RetreatEntry)]
+    torch.save(said if rank else lines, folder / f"{rank}.pt")

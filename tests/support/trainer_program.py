@@ -1,0 +1,52 @@
+"""A program with a transformers.Trainer, written as its users write it: nothing of evener is in it."""
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("out")
+parser.add_argument("--sum", action="store_true")
+given = parser.parse_args()
+set_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).double()
+drawn = torch.Generator().manual_seed(1)
+rows = []
+for _ in range(16):
+    length = int(torch.randint(4, 13, (1,), generator=drawn))
+    tokens, padding = torch.randint(3, 50, (length,), generator=drawn).tolist(), 12 - length
+    rows.append(
+        {
+            "input_ids": tokens + [0] * padding,
+            "attention_mask": [1] * length + [0] * padding,
+            "labels": tokens + [-100] * padding,
+        }
+    )
+
+
+class SumTrainer(Trainer):
+    """A trainer whose loss is a sum over rows."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(input_ids=inputs["input_ids"]).logits.square().sum()
+
+
+arguments = TrainingArguments(
+    f"{given.out}trainer",
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    num_train_epochs=2,
+    learning_rate=0.1,
+    optim="sgd",
+    report_to=[],
+    use_cpu=True,
+    save_strategy="no",
+    disable_tqdm=True,
+)
+trainer = (SumTrainer if given.sum else Trainer)(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+weights = {name: value.tolist() for name, value in model.state_dict().items()}
+torch.save({"weights": weights, "trainer": type(trainer).__name__}, f"{given.out}{arguments.process_index}.pt")

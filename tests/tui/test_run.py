@@ -1,0 +1,167 @@
+"""`evener run`: unchanged programs, their commands, and what they learn under other shares than their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.errors import RequestError
+from evener.system.state_folders import runs_folder
+from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, read_command
+from tests.support.cores import two_cores
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM, TRAINER, ACCELERATED = (
+    str(ROOT / f"tests/support/{name}_program.py") for name in ("ddp", "trainer", "accelerated")
+)
+UNEVEN = """
+[[layout.share]]
+device = "cpu-0-of-2"
+batch = 3
+[[layout.share]]
+device = "cpu-1-of-2"
+batch = 1
+"""
+
+
+def run(folder: Path, *words: str, own: str = "") -> subprocess.CompletedProcess[str]:
+    """`evener run` of these words in a folder; with `own`, that module in its place."""
+    command = [sys.executable, "-m", *(own.split() or ("evener", "run")), *words]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": path,
+        "XDG_STATE_HOME": str(folder / "state"),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def trained(folder: Path) -> list[dict[str, Any]]:
+    """What each rank of the program has saved."""
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of a weight."""
+    pairs = ((torch.tensor(one[name]), torch.tensor(other[name])) for name in one)
+    return max(float((mine - its).abs().max()) for mine, its in pairs)
+
+
+def train_evenly(folder: Path, program: str) -> list[dict[str, Any]]:
+    """The program under its own launcher."""
+    folder.mkdir()
+    ended = run(folder, "--nproc-per-node", "2", program, f"{folder}/", own="torch.distributed.run")
+    assert not ended.returncode, ended.stderr
+    return trained(folder)
+
+
+@two_cores
+@pytest.mark.slow
+def test_an_unchanged_program_learns_the_same_by_other_shares(tmp_path: Path) -> None:
+    evenly = train_evenly(tmp_path / "evenly", PROGRAM)
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    ended = run(tmp_path, "--plan", "plan.toml", "--", "python", PROGRAM, f"{tmp_path}/")
+    assert not ended.returncode, ended.stderr
+    first, second = trained(tmp_path)
+    assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]  # the first step is the program's own
+    assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
+    assert first["weights"] == second["weights"]
+    assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
+    assert first["evaluated"] == evenly[0]["evaluated"]
+    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in ended.stderr
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_trainer_learns_the_same_by_other_shares(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    evenly = train_evenly(tmp_path / "evenly", TRAINER)
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    ended = run(tmp_path, "--plan", "plan.toml", "--", TRAINER, f"{tmp_path}/")
+    assert not ended.returncode, ended.stderr
+    first, second = trained(tmp_path)
+    assert first["weights"] == second["weights"]
+    assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
+    assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in ended.stderr
+    ended = run(tmp_path, "--plan", "plan.toml", "--", TRAINER, f"{tmp_path}/", "--sum")
+    assert not ended.returncode, ended.stderr
+    assert ended.stderr.count("it is a sum, not a mean over rows") == 1
+    assert trained(tmp_path)[0]["trainer"] == "SumTrainer"
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_loop_of_accelerate_learns_the_same_by_other_shares(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    evenly = train_evenly(tmp_path / "evenly", ACCELERATED)
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    ended = run(tmp_path, "--plan", "plan.toml", "--", ACCELERATED, f"{tmp_path}/")
+    assert not ended.returncode, ended.stderr
+    for now, own, share in zip(trained(tmp_path), evenly, (6, 2), strict=True):
+        assert now["rows"][:6] == [4, 4, 4, share, share, share]  # a step of two batches is looked at, one is fetched
+        assert difference(now["weights"], own["weights"]) <= 1e-12
+        assert {name: now[name] for name in ("gathered", "correct", "rate")} == {
+            name: own[name] for name in ("gathered", "correct", "rate")
+        }
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_sum_goes_on_evenly(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    ended = run(tmp_path, "--plan", "plan.toml", "--", PROGRAM, f"{tmp_path}/", "--sum", "--epochs", "1")
+    assert not ended.returncode, ended.stderr
+    assert ended.stderr.count("it is a sum, not a mean over rows") == 1
+    assert [each["rows"] for each in trained(tmp_path)] == [[4, 4, 4, 4, 4, 4, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "No command is given"),
+        (["nowhere-to-be-found"], "There is no command nowhere-to-be-found"),
+        (["python", "nowhere.py"], "There is no script nowhere.py"),
+        (["torchrun", "--nproc-per-node", "2", "train.py", "--x", "1"], r"evener run -- train.py --x 1"),
+        (["python", "-m", "torch.distributed.run", "train.py"], "evener run -- train.py"),
+    ],
+)
+def test_a_command_that_cannot_be_balanced_is_one_sentence(words: list[str], named: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        read_command(words)
+    assert named in str(refused.value)
+
+
+def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    options = ["-u", "-W", "ignore", "-Xdev", "-X", "utf8"]
+    for words in (["python", str(script), "-x"], [str(script), "-x"], ["python", *options, str(script), "-m", "x"]):
+        assert read_command(words).identity == str(script)
+    assert read_command(["-m", "json.tool", "-h"]).identity == "-m json.tool"
+    assert read_command(["true"]).name == "true"
+
+
+@two_cores
+def test_the_last_shares_are_taken_again() -> None:
+    free, _ = choose_plan(None, "cpu/2", "train.py")
+    last = runs_folder() / "20261124-000000-0000" / PLAN_FILE
+    last.parent.mkdir(parents=True)
+    make_plan("train.py", free.layout.share, (3, 1)).save(last)
+    assert choose_plan(None, "cpu/2", "train.py")[0].layout.batches == (3, 1)
+    assert choose_plan(None, "cpu/2", "other.py")[0].layout.batches == (1, 1)
+
+
+@two_cores
+def test_a_limit_that_would_not_hold_is_refused() -> None:
+    """A training would go on as fast as without it, and its shares say the opposite of what was asked for."""
+    with pytest.raises(RequestError, match="isn't held to a limit: CPU:1 @60%"):
+        choose_plan(None, "cpu:0,cpu:1@60%", "train.py")
