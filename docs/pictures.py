@@ -20,14 +20,13 @@ from textual.pilot import Pilot
 
 from evener.balancer.session import Request, Session
 from evener.devices.discover import discover
-from evener.devices.host.snapshot_builder import SnapshotBuilder
-from evener.devices.host.training_rates import TrainingRates
 from evener.devices.machine import Machine
 from evener.devices.sampler import History, Subscriber
-from evener.devices.simulated.source import SimulatedSource
+from evener.devices.simulated import SimulatedSource
+from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.live.files import LiveDevice, ShareChange, Training
-from evener.tui.app.app import EvenerApp
+from evener.tui.app import EvenerApp
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0

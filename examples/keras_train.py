@@ -21,7 +21,7 @@ MOST_BYTES = 4 << 30
 
 def build() -> Any:
     """A compiled Keras model; what `--workload examples/keras_train.py:build` measures."""
-    from evener.workloads.keras_backend.models.classifiers import mnist
+    from evener.workloads.keras_backend.models import mnist
 
     return mnist()
 
@@ -68,7 +68,7 @@ def main() -> None:
 def parts(plan: Plan) -> tuple[Any, Any]:
     """The plan's network, and the function that makes rows for it."""
     if plan.workload == "keras_maxer":
-        from evener.workloads.keras_backend.models.classifiers import maxer, maxer_batch
+        from evener.workloads.keras_backend.models import maxer, maxer_batch
 
         return maxer, maxer_batch
     from evener.workloads.datasets import digits
