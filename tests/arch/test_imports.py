@@ -125,3 +125,22 @@ def test_a_circle_would_be_found() -> None:
     """The check itself: two modules that import each other, beside others that don't."""
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(imports) == [["b", "c"]]
+
+
+WITHOUT = """
+import glob, importlib, os, sys
+import pytest
+for name in ("torch", "transformers", "accelerate", "trl", "lightning", "ray", "prometheus_client", "textual_serve"):
+    sys.modules[name] = None  # as if it weren't installed
+for path in glob.glob("tests/*/**/test_*.py", recursive=True):
+    if not os.path.basename(path).startswith("test_torch_"):  # tests/conftest.py leaves them out
+        try:
+            importlib.import_module(path[:-3].replace(os.sep, "."))
+        except pytest.skip.Exception:
+            pass
+"""
+
+
+def test_tests_are_found_without_the_optional_packages() -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", WITHOUT], cwd=root, check=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from evener.errors import RequestError
 from evener.system.state_folders import runs_folder
 from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, read_command
 from tests.support.cores import two_cores
+from tests.support.frameworks import LazyModule
 
+torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM, TRAINER, ACCELERATED = (
     str(ROOT / f"tests/support/{name}_program.py") for name in ("ddp", "trainer", "accelerated")

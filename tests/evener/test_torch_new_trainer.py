@@ -55,6 +55,6 @@ def train(folder: Path, rank: int) -> None:
 
 
 def test_one_more_trainer_learns_by_its_shares_what_it_learns_alone(trainer_ranks: Callable[..., list[Any]]) -> None:
-    for rank in trainer_ranks("tests.evener.test_new_trainer.train", world=2):
+    for rank in trainer_ranks("tests.evener.test_torch_new_trainer.train", world=2):
         for mine, its in zip(rank, Trainer().fit(network(), data(37)), strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
