@@ -193,7 +193,7 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (steps * rows, LENGTH)))
     for number, batch in enumerate(split.loader(words)):
         if number == comes and split.rank == split.world - 1:
-            other = _take_memory(12 if alone else 4)
+            other = take_memory(12 if alone else 4)
         if number == leaves and other is not None:
             other.kill()
             other.wait()
@@ -217,14 +217,14 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     }
 
 
-def _take_memory(left: int) -> subprocess.Popen[str]:
+def take_memory(left: float) -> subprocess.Popen[str]:
     """A process that holds all but `left` GiB of what is free on this rank's GPU."""
     gc.collect()
     torch.cuda.empty_cache()
     code = (
         f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); free, _ = torch.cuda.mem_get_info();"
-        f" held = torch.empty(free - ({left} << 30), dtype=torch.uint8, device='cuda'); print(len(held), flush=True);"
-        " input()"
+        f" held = torch.empty(free - {int(left * 2**30)}, dtype=torch.uint8, device='cuda');"
+        " print(len(held), flush=True); input()"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
