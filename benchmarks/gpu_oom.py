@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_oom [step] [transformers] [lightning] [--only cap8 long ...] [--json FILE]
 
-A Llama in float64 by `split.step`, transformers' Trainer and Lightning, with PyTorch's expandable segments and without.
+A decoder-only model in float64 by `split.step`, transformers' Trainer and Lightning, also with expandable segments.
 `cap8`, `cap12`, `cap20`: GiB that the process may have, a quarter to two thirds of what the batch takes. `long`: one
 batch of rows four times as long, in 40 GiB. `neighbour`: another process takes all but 3 GiB at step 40 and leaves at
 step 80. `libraries`: one takes all but 64 MiB from convolutions and an LSTM, whose workspaces cuDNN and cuBLAS want.
@@ -32,13 +32,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, SequentialSampler
 
-from benchmarks.gpu_exchange import take_memory
+from benchmarks.gpu_exchange import WORDS, Decoder, take_memory
 from evener.torch_split import Split
 from evener.training.retreat import PassLimit
 
 GPU = torch.cuda.is_available()
 WAYS = ("step", "transformers", "lightning")
-WORDS = 4096 if GPU else 64
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -50,7 +49,7 @@ class Case(msgspec.Struct, frozen=True):
     leaves: int = 10**9
     left: float = 0.0  # GiB that it leaves
     steps: int = 14
-    rows: int = 64 if GPU else 8
+    rows: int = 128 if GPU else 8
     layers: int = 8 if GPU else 1
     conv: bool = False  # convolutions and an LSTM, by `split.step` alone
 
@@ -65,7 +64,7 @@ CASES = {
     "cap8": Case(cap=8),
     "long": Case(cap=40, long_at=5, rows=32 if GPU else 8),
     "neighbour": Case(comes=40, leaves=80, left=3, steps=340, rows=32 if GPU else 8, layers=4 if GPU else 1),
-    "libraries": Case(comes=5, left=1 / 16, steps=12, rows=2048 if GPU else 8, conv=True),
+    "libraries": Case(comes=5, left=1 / 16, steps=12, rows=512 if GPU else 8, conv=True),
 }
 
 
@@ -85,32 +84,36 @@ class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
 
 
 class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Convolutions, an LSTM and a loss."""
+    """Convolutions and an LSTM over words."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 64)
         self.convolutions = nn.Sequential(nn.Conv1d(64, 128, 5, padding=2), nn.GELU(), nn.Conv1d(128, 64, 3, padding=1))
         self.lstm = nn.LSTM(64, 128, 2, batch_first=True)
-        self.last = nn.Linear(128, 16)
+        self.last = nn.Linear(128, WORDS)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        hidden = self.convolutions(self.words(input_ids).transpose(1, 2)).transpose(1, 2)
-        loss = nn.functional.cross_entropy(self.last(self.lstm(hidden)[0]).flatten(0, 1), labels.flatten() % 16)
-        return argparse.Namespace(loss=loss)
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.convolutions(self.words(words).transpose(1, 2)).transpose(1, 2)
+        made: torch.Tensor = self.last(self.lstm(hidden)[0])
+        return made
+
+
+class WithLoss(nn.Module):  # type: ignore[misc]
+    """A model of words that computes its own loss, as transformers' Trainer expects it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.model(input_ids).flatten(0, 1), labels.flatten())}
 
 
 def make_model(case: Case) -> Any:
-    """In float64, the same each time."""
+    """In float64, the same each time. (transformers' own models compute norms and losses in float32.)"""
     torch.manual_seed(0)
-    if case.conv:
-        return Net().double()
-    from transformers import LlamaConfig, LlamaForCausalLM  # not needed by every case
-
-    width = 512 if GPU else 16
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "vocab_size": WORDS}
-    heads = {"num_hidden_layers": case.layers, "num_attention_heads": 8, "num_key_value_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).double()
+    return WithLoss(Net() if case.conv else Decoder(512 if GPU else 16, case.layers)).double()
 
 
 def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -129,7 +132,7 @@ def by_step(case: Case, model: Any, _: str) -> None:
     wrapped = split.wrap(model.to(split.device))
     optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-4)
     for batch in split.loader(Rows(case), shuffle=False, collate_fn=pad, prefetch=0):
-        split.step(batch, lambda part: wrapped(**part.batch).loss)
+        split.step(batch, lambda part: wrapped(**part.batch)["loss"])
         optimizer.step()
         optimizer.zero_grad()
 
@@ -162,7 +165,7 @@ def by_lightning(case: Case, model: Any, folder: str) -> None:
             self.model = model
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            loss: torch.Tensor = self.model(**batch).loss
+            loss: torch.Tensor = self.model(**batch)["loss"]
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -196,17 +199,20 @@ class Watch:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._neighbour: subprocess.Popen[str] | None = None
+        self.starting = 0.0  # seconds that the neighbour took to come and go, which no step counts
         self.ends: list[float] = []
         self.passes: list[str] = []  # what ran out, and what follows
 
     def note_step(self, *_: Any) -> None:
         if GPU:
             torch.cuda.synchronize()
+        at = time.perf_counter()
         if len(self.ends) == self._case.comes and GPU:
             self._neighbour = take_memory(self._case.left)
         if len(self.ends) == self._case.leaves:
             self.end()
-        self.ends.append(time.perf_counter())
+        self.starting += time.perf_counter() - at
+        self.ends.append(time.perf_counter() - self.starting)
 
     def shrink(self, limit: PassLimit, rows: int, least: int) -> int:
         smaller = SHRINK(limit, rows, least)

@@ -25,6 +25,7 @@ class Place(msgspec.Struct, frozen=True):
     memory_limit_bytes: tuple[int | None, ...] = ()  # the framework's cap for each, where it can set one
     rank: int = 0
     peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group
+    trainings: int = 1  # of their own side by side: a pack
     threads: int | None = None  # compute threads; None: the framework's own choice
     engine: str = "auto"  # towers | multiworker | ddp | auto
     precision: Precision = "float32"

@@ -104,6 +104,7 @@ def build_commands(
             memory_limit_bytes=tuple(_framework_limit(resolved.framework, device) for device in devices),
             rank=rank if grouped else 0,
             peers=peers,
+            trainings=key.processes,
             threads=environment.threads,
             engine=choose_engine(resolved, key) or "auto",
             precision=MIXED if "mixed" in key.knobs else cast(Precision, request.precision),

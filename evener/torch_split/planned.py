@@ -59,7 +59,7 @@ class PlannedTraining:
     ) -> None:
         self.rank, self.world, self.device = found.rank, found.world, found.device
         self.plan, self.strict = found.plan, strict
-        settle(self.device, found.share)
+        settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
         self.timer = make_timer(self.device, alone=self.world == 1)

@@ -104,16 +104,16 @@ def is_cpu(share: Share) -> bool:
     return share.device.startswith("cpu-")
 
 
-def settle(device: Any, share: Share | None) -> None:
+def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Make the device this process's own as a probe does: the current GPU, or the slice's cores with a thread each.
 
-    evener launch has started the process on its cores already.
+    evener launch has started the process on its cores already. Several `trainings` of a pack share the cores.
     """
     if device.type == "cuda":
         abort_on_device_error()
         torch.cuda.set_device(device)
-        if torch.get_num_threads() == 1:  # torchrun's choice; a GPU's rows are fetched by the cores
-            torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1)))
+        if torch.get_num_threads() == 1 or trainings > 1:  # 1: torchrun's choice; a GPU's rows are fetched by the cores
+            torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1) * trainings))
     elif share is not None and not launched_device() and (cores := slice_cores(share.device, _ALLOWED)):
         _pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))

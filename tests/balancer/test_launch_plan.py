@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from evener.balancer.families import pack_on
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
     GroupKey,
@@ -183,6 +184,13 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
     assert budget.groups_to_end((probe,), idle) == []
     budget.record_short(0, 500 * MIB)
     assert budget.groups_to_end((probe,), idle) == [key]
+
+
+def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
+    """Each knows how many there are, as more threads than cores would slow them all; a split's ranks know it anyway."""
+    pack = pack_on(solo(1, 8), 5, "")
+    assert [command.place.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
+    assert [command.place.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [1, 1]
 
 
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:

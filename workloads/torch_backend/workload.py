@@ -260,7 +260,7 @@ def configure(place: Place) -> tuple[torch.device, ...]:
     if _on_gpu(devices[0]):
         torch.cuda.set_device(devices[0])
         if place.threads is None:
-            torch.set_num_threads(fetching_threads(place.world))
+            torch.set_num_threads(fetching_threads(place.world * place.trainings))
         for device, limit in zip(devices, place.memory_limit_bytes, strict=False):
             if limit is not None:
                 total = torch.cuda.get_device_properties(device).total_memory
