@@ -188,7 +188,7 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
 
 def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
     """Each knows how many there are, as more threads than cores would slow them all; a split's ranks know it anyway."""
-    pack = pack_on(solo(1, 8), 5, "")
+    pack = pack_on(solo(1, 0, 8), 5)
     assert [command.place.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
     assert [command.place.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [1, 1]
 
