@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_exchange [steps] [caps] [neighbour] [kill] [--ranks 2] [--json FILE]
 
 `steps`: decoder-only models in bfloat16 over NCCL, a GPU for each rank (one unless `--ranks` says more), or two ranks
-on CPUs over gloo where there is no GPU; the ways of a model take turns, and each gives the median of its turns.
+on CPUs over gloo where there is no GPU; the ways of a model take turns, and each gives the median of its turns: the
+wall time of a step, this process's CPU time, and the time of its kernels on the GPU. `--models` takes some of them.
 `caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one process.
 `neighbour`: another program takes most of the last rank's GPU in the middle of a training. `kill`: a rank dies while
 another computes its pass again.
@@ -35,7 +36,7 @@ from tests.support.torch_start import free_port, rank_environment
 MODELS = ((512, 8, 128), (512, 8, 16), (128, 24, 8), (1024, 24, 16), (768, 12, 32))  # width, layers, rows
 SMALL = ((64, 4, 8), (128, 2, 16))
 LENGTH, WORDS = (256, 4096) if torch.cuda.is_available() else (16, 64)
-TURNS, STEPS = 5, 20
+TURNS, STEPS = 8, 20
 WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
 CAPS = (1.8, 1.6, 1.45)  # GiB of the second rank
 SHARES = (4096, 2048) if torch.cuda.is_available() else (64, 32)
@@ -92,13 +93,15 @@ def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotation
     return dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-def time_steps(device: torch.device) -> list[dict[str, Any]]:
+def time_steps(device: torch.device, chosen: list[int]) -> list[dict[str, Any]]:
     """Milliseconds of a step and peak memory of each way, in turns."""
     found = []
     gpu = device.type == "cuda"
-    for size in MODELS if gpu else SMALL:
+    for size in [MODELS[i] for i in chosen] if gpu else SMALL:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
+        host: dict[str, list[float]] = {way: [] for way in WAYS}
         peaks: dict[str, float] = {}
+        kernels: dict[str, float] = {}
         for turn in range(TURNS):
             for way in WAYS[:: 1 if turn % 2 else -1]:
                 gc.collect()
@@ -106,29 +109,50 @@ def time_steps(device: torch.device) -> list[dict[str, Any]]:
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                 step = make_step(way, size, device)
-                times[way].append(_time(step, gpu))
+                wall, used = _time(step, gpu)
+                times[way].append(wall)
+                host[way].append(used)
+                if gpu and way not in kernels:
+                    kernels[way] = _time_kernels(step)
                 peaks[way] = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
                 del step
         middle = {way: statistics.median(each) for way, each in times.items()}
         ratios = [own / other for own, other in zip(times["exchange"], times["ddp"], strict=True)]
-        found.append({"size": size, "ms": middle, "ratio": statistics.median(ratios), "gib": peaks})
+        cpu = {way: statistics.median(each) for way, each in host.items()}
+        spread = sorted(ratios)[len(ratios) // 4 :: max(1, len(ratios) // 2)][:2]
+        row = {"size": size, "ms": middle, "cpu ms": cpu, "kernels ms": kernels, "gib": peaks}
+        found.append({**row, "ratio": statistics.median(ratios), "middle half": spread})
         if dist.get_rank() == 0:
-            shown = ", ".join(f"{way} {middle[way]:.2f} ms {peaks[way]:.2f} GiB" for way in WAYS)
-            print(f"{size}: {shown}; exchange / ddp {found[-1]['ratio']:.3f}", file=sys.stderr, flush=True)
+            shown = ", ".join(
+                f"{way} {middle[way]:.2f} ms (CPU {cpu[way]:.2f}, GPU {kernels.get(way, 0):.2f}) {peaks[way]:.2f} GiB"
+                for way in WAYS
+            )
+            print(f"{size}: {shown}; exchange / ddp {found[-1]['ratio']:.3f} {spread}", file=sys.stderr, flush=True)
     return found
 
 
-def _time(step: Callable[[], None], gpu: bool) -> float:
+def _time(step: Callable[[], None], gpu: bool) -> tuple[float, float]:
+    """Milliseconds of a step, and of this process's CPUs in it."""
     for _ in range(6):
         step()
     if gpu:
         torch.cuda.synchronize()
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         step()
+    cpu = time.process_time() - cpu  # before the wait, which spins
     if gpu:
         torch.cuda.synchronize()
-    return (time.perf_counter() - started) / STEPS * 1e3
+    return (time.perf_counter() - started) / STEPS * 1e3, cpu / STEPS * 1e3
+
+
+def _time_kernels(step: Callable[[], None]) -> float:
+    """Milliseconds of a step's kernels on the GPU, added up."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    return float(sum(each.device_time_total for each in seen.events()) / 3e3)
 
 
 def train_capped(cap: float) -> dict[str, Any]:
@@ -264,7 +288,7 @@ RANKS: dict[str, Callable[[float], Any]] = {
 }
 
 
-def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
+def start(name: str, world: int, *more: str) -> list[Any]:
     """What each rank found."""
     port, ranks = free_port(), []
     for rank in range(world):
@@ -272,7 +296,7 @@ def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
         environment = {**os.environ, **rank_environment(torch.cuda.is_available()), "MASTER_PORT": str(port), **place}
         if torch.cuda.is_available() and name == "caps":
             environment["CUDA_VISIBLE_DEVICES"] = "0"
-        command = [sys.executable, "-m", "benchmarks.gpu_exchange", "--rank", name, "--cap", str(cap)]
+        command = [sys.executable, "-m", "benchmarks.gpu_exchange", "--rank", name, *more]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     ends = [each.communicate()[0] for each in ranks]
     codes = [each.returncode for each in ranks]
@@ -280,7 +304,7 @@ def start(name: str, world: int, cap: float = 0.0) -> list[Any]:
     return [json.loads(end.splitlines()[-1]) for end in ends if end] + [{"exit codes": codes}]
 
 
-def run_steps() -> list[dict[str, Any]]:
+def run_steps(chosen: list[int]) -> list[dict[str, Any]]:
     """Steps of one rank in a group of its own or with others, on its GPU or a CPU."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -292,7 +316,7 @@ def run_steps() -> list[dict[str, Any]]:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    return time_steps(device)
+    return time_steps(device, chosen)
 
 
 def main() -> None:
@@ -300,20 +324,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["steps", "caps", "neighbour"])
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that `steps` takes")
+    parser.add_argument("--models", type=int, nargs="+", default=list(range(len(MODELS))), help="their numbers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--cap", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        print(json.dumps(run_steps() if options.rank == "steps" else RANKS[options.rank](options.cap)))
+        print(json.dumps(run_steps(options.models) if options.rank == "steps" else RANKS[options.rank](options.cap)))
         return
     found: dict[str, Any] = {}
     if "steps" in options.what:
-        found["steps"] = start("steps", options.ranks if torch.cuda.is_available() else 2)[0]
+        models = map(str, options.models)
+        found["steps"] = start("steps", options.ranks if torch.cuda.is_available() else 2, "--models", *models)[0]
     if "caps" in options.what:
         found["caps"] = []
         for cap in CAPS:
-            found["caps"].append(start("caps", 2, cap))
+            found["caps"].append(start("caps", 2, "--cap", str(cap)))
             print(found["caps"][-1], flush=True)
     if "neighbour" in options.what and torch.cuda.is_available():
         found["neighbour"] = start("neighbour", options.ranks)
