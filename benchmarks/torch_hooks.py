@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from evener.plan.file import Share
+from evener.torch_rows.loader import Epoch
 from evener.torch_split import planned as rebalancing
-from evener.torch_split.batch import Epoch
 from evener.torch_split.checks import OPTIMIZER_CHECK
 from evener.torch_split.planned import PlannedTraining
 from evener.torch_split.ranks import RankShares

@@ -14,14 +14,15 @@ import torch
 
 from .errors import RequestError
 from .shares.whole_rows import bounds, even, gradient_weight
-from .torch_split.batch import Part, cut_rows, weigh_by_count
+from .torch_rows.loader import StepLoader, StepSampler
+from .torch_rows.sampler import UnevenBatchSampler
+from .torch_rows.structure import cut_rows
+from .torch_split.batch import Part, weigh_by_count
 from .torch_split.checks import check_memory
 from .torch_split.collectives import add_up
 from .torch_split.exchange import Exchange
-from .torch_split.loader import StepLoader, StepSampler
 from .torch_split.planned import PlannedTraining, Rebalancing
 from .torch_split.retry import Passes
-from .torch_split.sampler import UnevenBatchSampler
 from .torch_split.weights import BatchWeights
 from .torch_split.wrapped import check_normalization
 

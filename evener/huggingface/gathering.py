@@ -12,7 +12,7 @@ from accelerate.state import PartialState
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from ..torch_split.batch import each_tensor
+from ..torch_rows.structure import each_tensor
 from ..torch_split.own_work import StepTimer
 
 

@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even
-from ..torch_split.loader import StepSampler, count_rows
+from ..torch_rows.loader import StepSampler, count_rows
+from ..torch_rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch_split.planned import PlannedTraining
-from ..torch_split.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from .checks import needs_equal_passes
 
 

@@ -20,8 +20,8 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
+from ..torch_rows.loader import StepLoader
 from ..torch_split.checks import make_check_batch
-from ..torch_split.loader import StepLoader
 from ..torch_split.loss_measure import kept_attributes
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import RankShares, find_shares, open_plan

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 from wrapt import wrap_function_wrapper
 
-from ..torch_split.batch import each_tensor
+from ..torch_rows.structure import each_tensor
 from .loops import Loop
 from .program import PROGRAM
 

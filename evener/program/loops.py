@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 from wrapt import wrap_function_wrapper
 
-from ..torch_split.batch import Epoch
+from ..torch_rows.loader import Epoch
+from ..torch_rows.sampler import UnevenBatchSampler
 from ..torch_split.loss_measure import kept_state
 from ..torch_split.planned import Steps
-from ..torch_split.sampler import UnevenBatchSampler
 from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's

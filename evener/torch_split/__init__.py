@@ -9,8 +9,8 @@ model = split.wrap(model)                # gradients are weighted and summed; th
 
 from __future__ import annotations
 
+from ..torch_rows.loader import Loader
 from .batch import Part
-from .loader import Loader
 from .split import Split
 
 __all__ = ["Loader", "Part", "Split"]

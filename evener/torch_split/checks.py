@@ -21,12 +21,13 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import DeviceError, RequestError
+from ..torch_rows.sampler import UnevenBatchSampler
+from ..torch_rows.structure import cut_rows, each_tensor, tensors_in
 from ..training.loss_check import LossFigures, LossMeaning, describe, judge
-from .batch import Part, cut_rows, each_tensor, tensors_in
+from .batch import Part
 from .collectives import refuse_meeting
 from .loss_measure import SEED, Compute, LossMeasure, kept_state, seed_all
 from .retry import describe_memory, drop_frames, free_memory, is_out_of_memory
-from .sampler import UnevenBatchSampler
 from .weights import BatchWeights, WholeBatchLoss
 
 ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from

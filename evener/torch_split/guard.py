@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..errors import RequestError
-from .batch import cut_rows, tensors_in
+from ..torch_rows.structure import cut_rows, tensors_in
 from .checks import CheckBatch, LossCheck
 from .loss_measure import LossMeasure, RandomState, kept_state
 

@@ -21,18 +21,19 @@ from ..errors import RequestError
 from ..live.files import ShareChange
 from ..plan.solver import read_curves
 from ..shares.whole_rows import largest_pass, smallest_pass
+from ..torch_rows.loader import Epoch, StepListener
+from ..torch_rows.sampler import LengthSampler, UnevenBatchSampler
+from ..torch_rows.structure import DealtBatch
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
-from .batch import DealtBatch, Epoch, Part, make_parts, weigh_by_count
+from .batch import Part, make_parts, weigh_by_count
 from .checks import OPTIMIZER_CHECK, REMEDY, check_part_loss, check_rows
 from .collectives import add_up, is_equal_everywhere
 from .guard import SINGLE, Guard
-from .loader import StepListener
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
 from .retry import Passes, explain_at_exit
-from .sampler import LengthSampler, UnevenBatchSampler
 from .weights import BatchWeights, Weigh
 from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError, RequestError
+from ..torch_rows.structure import each_tensor
 from ..training.retreat import PassLimit, Retreat, say
-from .batch import Part, each_tensor
+from .batch import Part
 from .collectives import count_foreign
 from .exchange import Exchange
 from .loss_measure import RandomState

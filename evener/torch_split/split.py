@@ -22,13 +22,13 @@ import torch
 from ..errors import RequestError
 from ..plan.file import Plan
 from ..shares.whole_rows import count_passes
+from ..torch_rows.loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
+from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.loss_check import LossMeaning
 from .batch import Part
 from .collectives import gather_rows
-from .loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
 from .planned import PlannedTraining, Steps, raise_no_shares
 from .ranks import find_shares, leave_group, shares_to_evaluate
-from .sampler import Order, RowOrder, UnevenBatchSampler
 from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]

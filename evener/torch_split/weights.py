@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
+from ..torch_rows.loader import Epoch
 from . import wrapped as model_checks
-from .batch import BatchTracker, Epoch, TakenBatch
+from .batch import BatchTracker, TakenBatch
 from .collectives import average
 from .exchange import Exchange, exchanged_parameters
 from .own_work import StepTimer

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import RequestError
 from ..plan.check import check_fit
 from ..plan.file import Plan
-from .batch import each_tensor, tensors_in
+from ..torch_rows.structure import each_tensor, tensors_in
 from .exchange import BUCKET_BYTES, Exchange
 
 

@@ -15,6 +15,7 @@ MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
 OWN = ("devices/nvidia/", "devices/registry.py")
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
 FRAMEWORKS = (
+    "evener/torch_rows/",
     "evener/torch_split/",
     "evener/keras_split/",
     "evener/ray.py",

@@ -18,7 +18,7 @@ if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
 
 import torch
 
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_rows.sampler import UnevenBatchSampler
 from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 

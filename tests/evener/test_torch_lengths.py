@@ -17,10 +17,10 @@ import torch
 from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.shares.costs import Cost, RankCost
+from evener.torch_rows.loader import StepSampler
+from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
+from evener.torch_rows.structure import DealtBatch
 from evener.torch_split import Loader, Split
-from evener.torch_split.batch import DealtBatch
-from evener.torch_split.loader import StepSampler
-from evener.torch_split.sampler import LengthSampler, UnevenBatchSampler
 from evener.training.dealing import Dealer
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from evener.errors import RequestError
 from evener.plan.file import Plan, make_layout
+from evener.torch_rows.structure import cut_rows
 from evener.torch_split import Split
-from evener.torch_split.batch import cut_rows
 from tests.support import torch_ranks
 
 ROWS = torch.utils.data.TensorDataset(torch.randn(20, 3, dtype=torch.float64), torch.arange(20.0).double())

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError, RequestError
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 
 from evener.errors import RequestError
 from evener.shares.costs import Work
-from evener.torch_split.batch import DealtBatch, each_item, each_tensor
-from evener.torch_split.fetch import select
-from evener.torch_split.loader import Loader, StepListener, check_options, count_rows
-from evener.torch_split.sampler import UnevenBatchSampler
+from evener.torch_rows.fetch import select
+from evener.torch_rows.loader import Loader, StepListener, check_options, count_rows
+from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch_rows.structure import DealtBatch, each_item, each_tensor
 from evener.training.dealing import Dealer
 
 from .samplers import (

@@ -13,7 +13,7 @@ import torch
 from evener.errors import RequestError
 from evener.shares.costs import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
-from evener.torch_split.sampler import LengthSampler, UnevenBatchSampler
+from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.training.dealing import Dealer
 
 SAMPLED = 256  # lengths that stand for those of all rows

@@ -22,10 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.costs import Cost, RankCost, Work
 from evener.shares.whole_rows import gradient_weight
-from evener.torch_split.batch import DealtBatch, make_parts
+from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch_rows.structure import DealtBatch
+from evener.torch_split.batch import make_parts
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
-from evener.torch_split.sampler import UnevenBatchSampler
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, watch, wrap_module
 from evener.training.dealing import Dealer
 

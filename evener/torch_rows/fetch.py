@@ -19,8 +19,8 @@ from typing import Any, ClassVar, get_type_hints
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from .batch import each_tensor
 from .sampler import UnevenBatchSampler
+from .structure import each_tensor
 
 Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory) -> the batch
 

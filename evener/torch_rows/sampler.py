@@ -18,7 +18,7 @@ from ..errors import RequestError
 from ..shares.whole_rows import apportion, bounds
 from ..training.dealing import Deal, Dealer
 from ..training.rebalance import ShareSchedule
-from .batch import DealtBatch
+from .structure import DealtBatch
 
 Order = Iterable[int] | Callable[[int], Sequence[int]]
 

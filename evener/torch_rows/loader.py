@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, default_collate
 
 from ..errors import RequestError
-from .batch import Epoch
 from .fetch import DEPTH, Fetch, Prefetcher
 from .sampler import UnevenBatchSampler
 
@@ -27,6 +26,27 @@ _OPTIONS = {  # of DataLoader that are free, and what it takes for those that ar
     for name, parameter in signature(DataLoader).parameters.items()
     if name not in {*_DECIDED, "dataset", "shuffle", "drop_last"}
 } | {"collate_fn": default_collate}
+
+
+class Epoch:
+    """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead.
+
+    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes.
+    """
+
+    __slots__ = ("batches", "dealt", "open", "tail", "training", "unfinished")
+
+    def __init__(self, training: bool = True, tail: object = None, dealt: bool = False) -> None:
+        self.training = training
+        self.tail = tail
+        self.dealt = dealt
+        self.open = True
+        self.unfinished = False  # it ended before its newest batch was computed
+        self.batches: list[Any] = []  # the newest, and older ones that may still be in use
+
+    def may_be_computed(self) -> bool:
+        """True if a loop may still use the epoch's newest batch."""
+        return self.open or self.unfinished or self.batches[-1].is_alive()
 
 
 class StepListener:
