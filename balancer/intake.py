@@ -18,14 +18,14 @@ from evener.devices.listing import Discovery
 from evener.devices.machine import Machine
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
-from evener.errors import DeviceError, EvenerError, RequestError
+from evener.errors import DeviceError, EvenerError
 from evener.workloads import registry
 
 from .journal import Header
-from .number_format import join_words
 from .objectives import OBJECTIVES, find_objective
 from .probes.launch_plan import ONE_PROCESS
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
+from .result.words import refuse
 from .types import Problem
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
@@ -74,8 +74,7 @@ def _check_simulated(request: Request) -> None:
     """RequestError for an option that only real devices have."""
     for name, option in (("precision", "--precision"), ("xla", "--xla"), ("input", "--input"), ("engine", "--engine")):
         if getattr(request, name) != getattr(Request(), name):
-            message = f"{option} has no effect on simulated devices, whose speeds are written down."
-            raise RequestError(message, f"Leave {option} out.")
+            raise refuse("simulated", option=option)
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> None:
@@ -83,36 +82,29 @@ def _check_engine(engine: str, framework: str, devices: Sequence[Device], hosts:
     if engine == "auto":
         return
     if framework != "tensorflow":
-        raise RequestError(f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out.")
+        raise refuse("engine_framework", engine=engine, framework=framework)
     if engine in ONE_PROCESS and hosts > 1:
-        raise RequestError(f"--engine {engine} has one process for all devices.", "Use multiworker on several hosts.")
+        raise refuse("engine_hosts", engine=engine)
     limited = [d for d in devices if d.limit and (d.limit.percent or d.on_cpu)]
     if engine in ONE_PROCESS and limited:
-        raise RequestError(
-            f"{limited[0].label} is limited to {write_limit(limited[0].limit)}, which needs its own process; "
-            f"--engine {engine} has one process for all devices.",
-            "Use --engine multiworker, or leave the limit out.",
-        )
+        limit = {"device": limited[0].label, "limit": write_limit(limited[0].limit)}
+        raise refuse("engine_limit", engine=engine, **limit)
 
 
 def _check_energy(devices: Sequence[Device], machine: Machine | None) -> None:
     """RequestError for a device that can't report its energy."""
-    cause = "samples per joule can't be compared."
     for position, device in enumerate(devices):
         if device.on_cpu:
-            raise RequestError(f"CPU slices report no energy, so {cause}", "Leave --objective out, or choose GPUs.")
+            raise refuse("no_energy")
         if machine is not None and machine.devices[position].power_watts is None:
-            remedy = "Leave --objective out, or give `power_watts` in a machine file."
-            raise RequestError(f"The power of {device.label} isn't written down, so {cause}", remedy)
+            raise refuse("no_watts", device=device.label)
 
 
 def _check_json(settings: object) -> None:
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(
-            f"A setting can't be written to the journal: {error}.", "Use numbers, text and lists."
-        ) from None
+        raise refuse("setting", why=str(error)) from None
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
@@ -144,7 +136,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 def _check_installed(framework: str) -> None:
     if framework != "none" and find_spec(framework) is None:
-        raise RequestError(f"{framework} is not installed.", f"Install it: pip install 'evener[{framework}]'.")
+        raise refuse("not_installed", framework=framework)
 
 
 def check_request(request: Request) -> None:
@@ -152,24 +144,22 @@ def check_request(request: Request) -> None:
     unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
     for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
         if number is not None and not 1 <= number <= LARGEST_BATCH:
-            raise RequestError(f"{option} is {number}.", f"Give a whole number from 1 to {LARGEST_BATCH}.")
+            raise refuse("number", option=option, number=number, largest=LARGEST_BATCH)
     if largest is not None and largest < unit:
-        raise RequestError(
-            f"--max-global-batch {largest} is below one share of {unit} samples.", "Raise it, or lower --multiple-of."
-        )
+        raise refuse("below_a_share", largest=largest, unit=unit)
     if batch is not None and batch % unit:
-        raise RequestError(f"--global-batch {batch} is not a multiple of {unit}.", "Change it, or --multiple-of.")
+        raise refuse("no_multiple", batch=batch, unit=unit)
     if batch is not None and largest is not None and batch > largest:
-        raise RequestError(f"--global-batch {batch} is above --max-global-batch {largest}.", "Give one of them.")
+        raise refuse("above_largest", batch=batch, largest=largest)
     budget = request.budget_seconds
     if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise RequestError(f"--budget is {budget} seconds.", "Give a time above 0, like 120s or 5m.")
+        raise refuse("budget", seconds=budget)
     if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
-        raise RequestError(f"--tolerance is {request.tolerance}.", "Use a value of at least 0 and less than 1.")
+        raise refuse("tolerance", tolerance=request.tolerance)
     if not 0 <= request.max_slowdown < 1:
-        raise RequestError(f"--max-slowdown is {100 * request.max_slowdown:g}%.", "Give 0% or more and below 100%.")
+        raise refuse("max_slowdown", percent=100 * request.max_slowdown)
     if not (math.isfinite(request.pace) and request.pace >= 0):
-        raise RequestError(f"--pace is {request.pace}.", "Give 0 for no waiting, 1 for real time.")
+        raise refuse("pace", pace=request.pace)
     for option, word, words in (
         ("--objective", request.objective, tuple(OBJECTIVES)),
         ("--precision", request.precision, PRECISIONS),
@@ -178,23 +168,18 @@ def check_request(request: Request) -> None:
         ("--micro", request.micro, MICROS),
     ):
         if word not in words:
-            raise RequestError(f"{option} {word!r} is not known.", f"Choose {join_words(words, 'or')}.")
+            raise refuse("word", option=option, word=word, words=words)
 
 
 def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
     quantum, batch, largest = problem.multiple_of, problem.global_batch, problem.largest_share
     if not 1 <= problem.devices <= MOST_DEVICES:
-        raise RequestError(
-            f"{problem.devices} devices can't be balanced.", f"Name between 1 and {MOST_DEVICES} devices."
-        )
+        raise refuse("devices", devices=problem.devices, most=MOST_DEVICES)
     for position, size in enumerate(problem.memory_bytes):
         if size is not None and size <= 0:
-            raise RequestError(f"Device {position} has {size} bytes of memory.", "Give a size above 0, or none.")
+            raise refuse("memory", position=position, size_bytes=size)
     if largest is not None and largest < quantum:
-        raise RequestError(f"A largest share of {largest} is below {quantum}.", f"Give {quantum} samples or more.")
+        raise refuse("largest_share", largest=largest, unit=quantum)
     if batch is not None and batch < problem.devices * quantum:
-        raise RequestError(
-            f"A global batch of {batch} can't give each of {problem.devices} devices {quantum} or more.",
-            "Make it larger, or name fewer devices.",
-        )
+        raise refuse("too_few_samples", batch=batch, devices=problem.devices, unit=quantum)

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
-from evener.errors import RequestError
 from evener.system.state_folders import new_run_id
 
 from . import journal
 from .intake import take_in
 from .journal import EndedEntry, Header, Journal, LaterEntry, Record
 from .request import Job, Request
+from .result.words import refuse
 from .search.search import Search
 from .store import runs
 from .store.locks import lock_devices, lock_run
@@ -146,11 +146,7 @@ def _check_request(header: Header, request: Request) -> None:
     for field in Request.__struct_fields__:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
-            option = "--set" if field == "settings" else f"--{field.replace('_', '-')}"
-            raise RequestError(
-                f"--resume continues the run's own request, and {option} differs from it.",
-                f"Leave {option} out, or start a new run.",
-            )
+            raise refuse("differs", option="--set" if field == "settings" else f"--{field.replace('_', '-')}")
 
 
 def _check_hope(record: Record) -> None:
@@ -158,8 +154,7 @@ def _check_hope(record: Record) -> None:
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):
-        message = f"The run {record.header.run} failed, and nothing was measured: {wrong.detail.rstrip('.')}."
-        raise RequestError(message, "Correct that and start a new run.")
+        raise refuse("failed_run", run=record.header.run, cause=wrong.cause, why=wrong.detail.rstrip("."))
 
 
 def _check_devices(header: Header, found: Job) -> None:
@@ -167,7 +162,4 @@ def _check_devices(header: Header, found: Job) -> None:
     if then != now:
         before, here = (", ".join(f"{host}/{name}" if host else name for host, name, _ in each) for each in (then, now))
         where = "the cluster" if found.devices[0].host else "this machine"
-        raise RequestError(
-            f"The run {header.run} was measured on {before}; {where} has {here}.",
-            "Resume it where it began, or start a new run.",
-        )
+        raise refuse("other_devices", run=header.run, before=before, where=where, here=here)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from evener.errors import EvenerError
+from evener.errors import EvenerError, RequestError
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
 
 from ..families import FAMILIES, MODES
@@ -31,6 +31,15 @@ DOUBTS = {  # the reason not to trust a verdict, the worst first
     "changed": "the machine's speed changed between measurements",
 }
 UNCERTAIN = {**DOUBTS, "noisy": "its steps vary a lot", "too_short": "it was timed too briefly"}  # of samples/s
+AT = {  # what a rank is at
+    "": "silent",
+    "own work": "in own work",
+    "sum": "waiting in the all-reduce",
+    "update": "in the optimizer's step",
+    "between steps": "between steps",
+    "input": "waiting for data",
+}
+OTHERS = {"": "", "wait": "; the others wait for it", "unknown": "; where the others are isn't known yet"}
 RIVALS = {"even": "the even split", "even_by_rows": "the even split by number of rows"}
 BETWEEN = {  # the parts of a text, by the first word of their code, or of the codes of two; "; " between the others
     **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective", "outlook"), ". "),
@@ -49,6 +58,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "tokens": lambda speed: f"{rate(speed)} tokens/s",
     "ms": milliseconds,
     "and": join_words,
+    "or": lambda words: join_words(words, "or"),
     "percent": percent,
     "tenths": lambda share: percent(abs(share), 1),
     "fine": lambda share: percent(share, 1),
@@ -110,6 +120,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "heat": lambda hot: "heat, power or other work; let it cool" if hot else "other work",
     "slower": lambda change: "slower" if change > 0 else "faster",
     "where": lambda place: f", at {place}" if place else "",
+    "doing": lambda doing: AT[doing],
+    "perhaps": lambda doing: ", perhaps in an evaluation or a checkpoint" * (doing == "between steps"),
+    "seen": lambda missing: " seen here" if missing else "",
+    "waiting": lambda others: OTHERS[others],
+    "why": lambda reasons: f": {reasons}" if reasons else "",
+    "of": lambda user: f" of {user}" if user else "",
+    "of_it": lambda part: f" ({part:.0f} % of it)" if part else "",
     "begin": lambda layout: say(msgspec.convert(layout, Finding)).capitalize(),
 }
 
@@ -215,6 +232,39 @@ SENTENCES = {
     "failure.out_of_memory": "{device} ran out of memory with {rows:share} samples",
     "failure.failed": "{device} failed with {rows:share} samples, {why}",
     "failure.shared": "{devices:and} failed, {why}",
+    # requests that can't be met: what is wrong, and on a second line what to do
+    "request.simulated": "{option} has no effect on simulated devices, whose speeds are written down.\n"
+    "Leave {option} out.",
+    "request.engine_framework": "--engine {engine} is TensorFlow's; {framework} has none.\nLeave --engine out.",
+    "request.engine_hosts": "--engine {engine} has one process for all devices.\nUse multiworker on several hosts.",
+    "request.engine_limit": "{device} is limited to {limit}, which needs its own process; --engine {engine} has one"
+    " process for all devices.\nUse --engine multiworker, or leave the limit out.",
+    "request.no_energy": "CPU slices report no energy, so samples per joule can't be compared.\n"
+    "Leave --objective out, or choose GPUs.",
+    "request.no_watts": "The power of {device} isn't written down, so samples per joule can't be compared.\n"
+    "Leave --objective out, or give `power_watts` in a machine file.",
+    "request.setting": "A setting can't be written to the journal: {why}.\nUse numbers, text and lists.",
+    "request.not_installed": "{framework} is not installed.\nInstall it: pip install 'evener[{framework}]'.",
+    "request.number": "{option} is {number}.\nGive a whole number from 1 to {largest}.",
+    "request.below_a_share": "--max-global-batch {largest} is below one share of {unit} samples.\n"
+    "Raise it, or lower --multiple-of.",
+    "request.no_multiple": "--global-batch {batch} is not a multiple of {unit}.\nChange it, or --multiple-of.",
+    "request.above_largest": "--global-batch {batch} is above --max-global-batch {largest}.\nGive one of them.",
+    "request.budget": "--budget is {seconds} seconds.\nGive a time above 0, like 120s or 5m.",
+    "request.tolerance": "--tolerance is {tolerance}.\nUse a value of at least 0 and less than 1.",
+    "request.max_slowdown": "--max-slowdown is {percent:g}%.\nGive 0% or more and below 100%.",
+    "request.pace": "--pace is {pace}.\nGive 0 for no waiting, 1 for real time.",
+    "request.word": "{option} {word!r} is not known.\nChoose {words:or}.",
+    "request.devices": "{devices} devices can't be balanced.\nName between 1 and {most} devices.",
+    "request.memory": "Device {position} has {size_bytes} bytes of memory.\nGive a size above 0, or none.",
+    "request.largest_share": "A largest share of {largest} is below {unit}.\nGive {unit} samples or more.",
+    "request.too_few_samples": "A global batch of {batch} can't give each of {devices} devices {unit} or more.\n"
+    "Make it larger, or name fewer devices.",
+    "request.differs": "--resume continues the run's own request, and {option} differs from it.\n"
+    "Leave {option} out, or start a new run.",
+    "request.failed_run": "The run {run} failed, and nothing was measured: {why}.\nCorrect that and start a new run.",
+    "request.other_devices": "The run {run} was measured on {before}; {where} has {here}.\n"
+    "Resume it where it began, or start a new run.",
     # what to do then
     "remedy.smaller_batch": "Take at most {rows}{micro_off:unless} or other devices.",
     "remedy.device": "{text}",
@@ -241,6 +291,20 @@ SENTENCES = {
     "outlook.simulated": "A simulated model was {start_seconds:built} on {device}: a step took {steps:stepped}",
     "outlook.search": "A search should take about {seconds:duration}{simulated:simulated}{budget_seconds:within}",
     "outlook.nothing_kept": "Nothing was kept",
+    # what holds a training up
+    "held.all": "All ranks{missing:seen} have been {doing:doing} for {seconds:duration}{doing:perhaps}.",
+    "held.silent": "{rank} has been {doing:doing} for {seconds:duration}{doing:perhaps}{others:waiting}.",
+    "held.gone": "{rank} has been silent for {seconds:duration}: stopped, or gone; the others wait for it.",
+    "held.all_input": "Input takes {seconds:ms} of a step, {part:percent}.",
+    "held.input": "{rank} waits for data for {seconds:ms} of a step, {part:percent}{others:waiting}.",
+    "held.all_between": "{seconds:ms} pass between steps, {part:percent} of the time, for example in logging or"
+    " clipping.",
+    "held.between": "{rank} takes {seconds:ms} between steps, {part:percent} of the time, for example in logging or"
+    " clipping{others:waiting}.",
+    "held.share": "{rank} takes {own_seconds:ms} for its share; others wait up to {waited_seconds:ms} for it.",
+    "held.exchange": "Exchanging gradients takes {seconds:ms} that no computation overlaps.",
+    "held.throttled": "{device} is throttled {percent:.0f} % of the time{reasons:why}.",
+    "held.neighbour": "Process {pid}{user:of} also computes on {device}{percent:of_it}.",
 }
 FaultT = TypeVar("FaultT", bound=EvenerError)
 
@@ -283,3 +347,10 @@ def make_fault(kind: type[FaultT], *parts: Finding, remedy: Finding) -> FaultT:
     joined = [one for one in parts if one.code.startswith(("fault.", "failure."))]
     sentences = [write_verdict(joined), *(say(one) for one in parts if one not in joined)]
     return kind(" ".join(filter(None, sentences)), say(remedy), (*parts, remedy))
+
+
+def refuse(code: str, **values: object) -> RequestError:
+    """The fault of a request that can't be met, whose sentence and remedy are the two lines of this code."""
+    finding = Finding(f"request.{code}", values)
+    message, _, remedy = say(finding).partition("\n")
+    return RequestError(message, remedy, (finding,))

@@ -15,6 +15,7 @@ import pytest
 
 from evener.balancer import journal
 from evener.balancer.families import FAMILIES
+from evener.balancer.request import PRECISIONS
 from evener.balancer.result import words
 from evener.balancer.result.words import list_sentences, say, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
@@ -162,3 +163,28 @@ def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(
     ]
     assert say_again(timed["findings"]["warnings"]) == timed["warnings"]
     assert timed["warnings"], "steps vary much on this machine"
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "values"),
+    [
+        (["--global-batch", "7", "--multiple-of", "2"], "no_multiple", {"batch": 7, "unit": 2}),
+        (["--precision", "float8"], "word", {"option": "--precision", "word": "float8", "words": list(PRECISIONS)}),
+        (["--xla"], "simulated", {"option": "--xla"}),
+        (["--global-batch", "1"], "too_few_samples", {"batch": 1, "devices": 2, "unit": 1}),
+    ],
+)
+def test_a_request_that_can_t_be_met_has_a_code(
+    option: list[str], code: str, values: dict[str, object], own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong and what to do are the two lines of its sentence, and a program needs neither."""
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", *option, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["findings"] == [{"code": f"request.{code}", "values": values}]
+    assert say_again(error["findings"]) == [f"{error['message']}\n{error['remedy']}"]
+
+
+def test_every_refusal_says_what_to_do() -> None:
+    refusals = [text for code, text in list_sentences().items() if code.startswith("request.")]
+    assert len(refusals) > 20
+    assert all(len([line for line in text.split("\n") if line.strip().endswith(".")]) == 2 for text in refusals)

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from evener.balancer.number_format import duration, milliseconds, percent
+from evener.balancer.result.words import say
+from evener.balancer.types import Finding
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LiveDevice, Training
@@ -22,14 +23,6 @@ NOISE_ERRORS = 3.0  # from which ranks differ
 LEAST_PERCENT = 5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
-AT = {  # the words for what a rank is at
-    "": "silent",
-    "own work": "in own work",
-    "sum": "waiting in the all-reduce",
-    "update": "in the optimizer's step",
-    "between steps": "between steps",
-    "input": "waiting for data",
-}
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
@@ -54,11 +47,15 @@ class RankRow(msgspec.Struct, frozen=True):
     own_spread: float  # interquartile range of own work over its median
 
 
-class Cause(msgspec.Struct, frozen=True):
-    """A cause that holds a training up."""
+Kind = Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
 
-    kind: Literal["silent", "input", "between steps", "waiting", "exchange", "throttled", "neighbour"]
-    text: str  # a sentence
+
+class Cause(msgspec.Struct, frozen=True):
+    """A cause that holds a training up: its kind, its sentence, and what that says as a code with values."""
+
+    kind: Kind
+    text: str
+    finding: Finding
 
 
 class RankPlace(NamedTuple):
@@ -129,8 +126,8 @@ def find_causes(
     step_s = step_s or max(row.own_work_s + row.waiting_s for row in rows)
     return (
         *_silent(rows, missing),
-        *_input(reporting, step_s),
-        *_between(reporting, step_s),
+        *_longest("input", "input", reporting, step_s, lambda row: row.input_s),
+        *_longest("between steps", "between", reporting, step_s, lambda row: row.between_s),
         *_waiting(reporting, step_s),
         *_throttled(ranks),
         *_neighbours(rows, processes),
@@ -144,6 +141,12 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
+def _cause(kind: Kind, code: str, **values: object) -> Cause:
+    """The cause of this code, in the words of the table."""
+    finding = Finding(f"held.{code}", values)
+    return Cause(kind, say(finding), finding)
+
+
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     """The ranks that others wait for: a stopped one says nothing; else those that are least far."""
     silent = [row for row in rows if row.silent_s]
@@ -152,24 +155,26 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
     holding = [row for row in silent if not row.doing] or [row for row in held if _progress(row) == least]
     unknown = missing or len(rows) > len(silent)  # what some are at
     if len(rows) == len(holding) > 1 and {row.doing for row in rows} in ({each} for each in ORDER[1:]):
-        yield _late(max(held, key=lambda row: row.silent_s), f"All ranks{' seen here' * (missing > 0)} have", "")
+        last = max(held, key=lambda row: row.silent_s)
+        yield _cause(_kind(last), "all", missing=missing, doing=last.doing, seconds=last.silent_s)
         return
     for row in holding:
-        others = "; the others wait for it" if len(held) > sum(map(held.__contains__, holding)) else ""
-        if unknown and row.doing == "sum":
-            others = "; where the others are isn't known yet"
-        yield _late(row, f"{_name_rank(row, rows)} has", others)
+        waits = len(held) > sum(map(held.__contains__, holding))
+        name, others = _name_rank(row, rows), "unknown" if unknown and row.doing == "sum" else "wait" if waits else ""
+        if row.doing or not waits:
+            yield _cause(_kind(row), "silent", rank=name, doing=row.doing, seconds=row.silent_s, others=others)
+        else:
+            yield _cause("silent", "gone", rank=name, seconds=row.silent_s)
+
+
+def _kind(row: RankRow) -> Kind:
+    """The kind of what a silent rank is at."""
+    return row.doing if row.doing in ("input", "between steps") else "silent"
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
     """A rank's progress in its step; a batch may be asked for before what lies between steps, or after it."""
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
-
-
-def _late(row: RankRow, who: str, others: str) -> Cause:
-    why = {"between steps": ", perhaps in an evaluation or a checkpoint", "": ": stopped, or gone" * bool(others)}
-    words = f"{who} been {AT[row.doing]} for {duration(row.silent_s)}{why.get(row.doing, '')}{others}."
-    return Cause(row.doing if row.doing in ("input", "between steps") else "silent", words)
 
 
 def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
@@ -179,30 +184,18 @@ def _last(rows: Sequence[RankRow], step_s: float) -> list[RankRow]:
 
 
 def _longest(
-    rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
-) -> tuple[str, str, str, str] | None:
-    """The longest part of a step: its time, its part, its rank (empty: all have it), and who waits for it."""
+    kind: Kind, code: str, rows: Sequence[RankRow], step_s: float, seconds: Callable[[RankRow], float]
+) -> Iterator[Cause]:
+    """A part of the step that is long: of all ranks, or of one, and whether the others wait for it."""
     row = max(_last(rows, step_s), key=seconds, default=None)
     if row is None or not step_s or seconds(row) < LEAST_PART * step_s:
-        return None
-    name = "" if min(map(seconds, rows)) >= seconds(row) / 2 else _name_rank(row, rows)
-    waited_s = max(each.waiting_s for each in rows) - row.waiting_s
-    others = "; the others wait for it" if name and waited_s >= LEAST_PART * step_s else ""
-    return milliseconds(seconds(row)), percent(seconds(row) / step_s), name, others
-
-
-def _input(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    if found := _longest(rows, step_s, lambda row: row.input_s):
-        took, part, name, others = found
-        subject = f"{name} waits for data for" if name else "Input takes"
-        yield Cause("input", f"{subject} {took} of a step, {part}{others}.")
-
-
-def _between(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    if found := _longest(rows, step_s, lambda row: row.between_s):
-        took, part, name, others = found
-        subject = f"{name} takes {took} between steps" if name else f"{took} pass between steps"
-        yield Cause("between steps", f"{subject}, {part} of the time, for example in logging or clipping{others}.")
+        return
+    took = {"seconds": seconds(row), "part": seconds(row) / step_s}
+    if min(map(seconds, rows)) >= seconds(row) / 2:
+        yield _cause(kind, f"all_{code}", **took)
+        return
+    waits = max(each.waiting_s for each in rows) - row.waiting_s >= LEAST_PART * step_s
+    yield _cause(kind, code, rank=_name_rank(row, rows), others="wait" if waits else "", **took)
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
@@ -216,20 +209,19 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     waited_s = max(row.waiting_s for row in timed) - slowest.waiting_s
     noise_s = NOISE_ERRORS * MEDIAN_ERROR * max(row.own_spread * row.own_work_s for row in timed)
     if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
-        own, waited = milliseconds(slowest.own_work_s), milliseconds(waited_s)
         name = _name_rank(slowest, rows)
-        yield Cause("waiting", f"{name} takes {own} for its share; others wait up to {waited} for it.")
+        yield _cause("waiting", "share", rank=name, own_seconds=slowest.own_work_s, waited_seconds=waited_s)
     exchange_s = min(row.least_waiting_s for row in timed)
     if exchange_s >= LEAST_EXCHANGE * step_s:
-        yield Cause("exchange", f"Exchanging gradients takes {milliseconds(exchange_s)} that no computation overlaps.")
+        yield _cause("exchange", "exchange", seconds=exchange_s)
 
 
 def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
     for row, _, sample in ranks:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:
-            why = f": {plain(', '.join(sample.throttle_reasons), 60)}" if sample.throttle_reasons else ""
-            yield Cause("throttled", f"{row.device} is throttled {throttled:.0f} % of the time{why}.")
+            reasons = plain(", ".join(sample.throttle_reasons), 60)
+            yield _cause("throttled", "throttled", device=row.device, percent=throttled, reasons=reasons)
 
 
 def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> Iterator[Cause]:
@@ -240,6 +232,5 @@ def _neighbours(rows: Sequence[RankRow], processes: Sequence[ProcessSample]) -> 
         if each.pid in own or each.device_label not in devices:
             continue
         if busy >= LEAST_PERCENT or each.samples_per_second.current:
-            part = f" ({busy:.0f} % of it)" if busy else ""
-            who = f"Process {each.pid}" + (f" of {plain(each.user, 32)}" if each.user else "")
-            yield Cause("neighbour", f"{who} also computes on {each.device_label}{part}.")
+            whose = {"pid": each.pid, "user": plain(each.user, 32) if each.user else ""}
+            yield _cause("neighbour", "neighbour", **whose, device=each.device_label, percent=busy)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
+from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
 from evener.live.files import ShareChange
 
@@ -16,7 +17,7 @@ from .figures import samples_rate, short, watts
 from .marks import Marks
 from .monitor import History
 from .processes import NO_TRAINING
-from .ranks import AT, RankRow
+from .ranks import RankRow
 from .table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
 from .trainings import TrainingRow
 
