@@ -38,7 +38,7 @@ def hook_torch(_: Any) -> None:
 
 def _make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
     wrapped(*arguments, **keywords)
-    PROGRAM.models.add(model)
+    PROGRAM.models[model] = None
 
 
 def _clip(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:

@@ -23,6 +23,7 @@ NO_GROUP = (
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
 )
 CLIPPED = "each rank clips its own gradients before they are summed, so what is learned depends on the shares"
+LOCAL = "its ranks step by gradients that they haven't exchanged"
 NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
 
 
@@ -43,7 +44,7 @@ class Program:
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # in DistributedDataParallel
+        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in DDP, as they were made
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._guard: Guard | None = None
@@ -167,7 +168,7 @@ class Program:
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
             guard.close()
-            fault = fault or guard.fault
+            fault = fault or guard.fault or ("" if guard.exchanges else LOCAL)
         if fault or loop.sampler is None:
             return FirstStep(fault or NO_LOOP)
         return FirstStep("", loop.dealer.digest, loop.sampler.global_batch, len(loop.sampler))

@@ -68,6 +68,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
+        self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
         self._random = RandomState()
         self._handles = [
             handle
@@ -105,8 +106,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._write(function, arguments, given, result)
         return result
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, model: Any, *_: Any) -> None:
         self._inside = True
+        self.exchanges |= torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", True)
 
     def _leave(self, model: Any, arguments: Any, keywords: Any, result: Any) -> None:
         self._inside = False
@@ -179,9 +181,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         def compute(batch: Any) -> Any:
             return _replay(needed, dict(zip(keys, batch, strict=True)), len(batch[0]), id(loss))
 
-        with kept_state([model]), torch.no_grad():
-            self._random.restore()
-            again = float(compute(self._batch).double().sum())
+        with kept_state([model]):
+            again = float(self._compute_again(compute).detach().double().sum())
         first = float(loss.detach().double().sum())
         kinds = {each.dtype for entry in needed for each in _tensors(entry.result) if each.is_floating_point()}
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
@@ -192,6 +193,17 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
         return ""
+
+    def _compute_again(self, compute: Callable[[Any], Any]) -> Any:
+        self._random.restore()
+        try:
+            with torch.no_grad():
+                return compute(self._batch)
+        except RuntimeError as error:
+            if "grad" not in str(error):
+                raise
+        self._random.restore()
+        return compute(self._batch)  # a loss of gradients, such as a gradient penalty
 
 
 def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:
