@@ -1,0 +1,68 @@
+"""Programs under `evener run`, as hooks meet them: `python -m benchmarks.run_programs [--only PATTERN]`.
+
+Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of run_other must be caught, or
+end with its own weights. Prints every program, and counts false alarms and misses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.support.rank_server import RankServer, place_ranks
+from tests.support.run_parts import judge
+from tests.support.torch_start import free_port
+
+PARTS, SECONDS = "tests.support.run_parts", 60
+BY_SHARES, OTHER = (
+    ("tests.support.run_exact", "tests.support.run_exact_loops"),
+    (
+        "tests.support.run_losses",
+        "tests.support.run_other",
+    ),
+)
+
+
+def main() -> None:
+    """Print what became of each program."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="a pattern of names")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place, RankServer(PARTS) as server:
+        for module in (*BY_SHARES, *OTHER):
+            names = [name for name in list_names(module) if re.search(options.only, name)]
+            report(server, Path(place), module, names)
+
+
+def list_names(module: str) -> list[str]:
+    """The programs of a module."""
+    from importlib import import_module
+
+    return list(import_module(module).PROGRAMS)
+
+
+def report(server: RankServer, place: Path, module: str, names: list[str]) -> None:
+    """Run and print the programs of one module."""
+    right = {"by shares"} if module in BY_SHARES else {"by shares", "even", "ended"}
+    count: Counter[str] = Counter()
+    wrong = []
+    for number, name in enumerate(names):
+        folder = place / f"{module}-{number}"
+        try:
+            server.run(f"{PARTS}.run_twice", folder, module, name, free_port(), ranks=place_ranks(2), seconds=SECONDS)
+            found = judge(folder, 3e-2 if "float16" in name else 1e-9)
+            kind, words = found.kind, f"{found.difference:.0e} {found.words}"
+        except AssertionError as error:
+            kind, words = "BROKEN", str(error)[-300:]
+        count[kind] += 1
+        if kind not in right:
+            wrong.append(name)
+        print(f"{' ' if kind in right else '!'} {kind:10} {name:28} {words[:160]}", flush=True)
+    print(f"{module}: {len(names)} programs, {dict(count)}; wrong: {', '.join(wrong) or 'none'}\n")
+
+
+if __name__ == "__main__":
+    main()

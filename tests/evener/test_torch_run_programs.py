@@ -1,0 +1,59 @@
+"""`evener run` and many programs: a sample of the matrix that benchmarks.run_programs has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cores import two_cores
+from tests.support.frameworks import skip_without
+from tests.support.rank_server import RankServer, place_ranks
+from tests.support.torch_start import free_port
+
+skip_without("torch")
+PARTS = "tests.support.run_parts"
+EXACT = [
+    ("exact_loops", "penalty by row"),
+    ("exact", "attention over a mask"),
+    ("exact_loops", "two models"),
+    ("exact_loops", "steps counted"),
+]
+OTHER = [
+    ("losses", "negatives in the batch", "it isn't a mean over rows"),
+    ("losses", "negatives of all ranks", "another when it is computed again"),
+    ("other", "own sharding", "aren't shared out by a DistributedSampler"),
+    ("other", "local steps", "gradients that they haven't exchanged"),
+]
+pytestmark = [pytest.mark.slow, two_cores]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RankServer]:
+    with RankServer(PARTS) as made:
+        yield made
+
+
+def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, str]:
+    """What became of a program that was run bare and hooked, and evener's words."""
+    from tests.support.run_parts import judge
+
+    module = f"tests.support.run_{module}"
+    server.run(f"{PARTS}.run_twice", folder, module, name, free_port(), ranks=place_ranks(2))
+    found = judge(folder)
+    return found.kind, found.words
+
+
+@pytest.mark.parametrize(("module", "name"), EXACT)
+def test_a_program_of_means_is_trained_by_shares(server: RankServer, tmp_path: Path, module: str, name: str) -> None:
+    assert run(server, tmp_path, module, name)[0] == "by shares"
+
+
+@pytest.mark.parametrize(("module", "name", "words"), OTHER)
+def test_another_program_trains_as_by_its_own_launcher(
+    server: RankServer, tmp_path: Path, module: str, name: str, words: str
+) -> None:
+    kind, said = run(server, tmp_path, module, name)
+    assert kind == "even"
+    assert words in said

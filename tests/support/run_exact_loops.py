@@ -1,0 +1,294 @@
+"""Loops that shares don't change, each written another way: `evener run` has to train all of them by shares."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import namedtuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tests.support.run_parts import ROWS, Programs, ddp, epochs, fit, load, mean, naming, net, points
+
+PROGRAMS: Programs = {}
+program = naming(PROGRAMS)
+Pair = namedtuple("Pair", "x labels")
+
+
+@program
+def clipped_norm() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        F.cross_entropy(model(x), classes).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return model
+
+
+@program
+def clipped_values() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+    return model
+
+
+@program
+def accumulated_by_no_sync() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, classes, _) in enumerate(epochs(load(drop_last=True))):
+        if number % 2:
+            (F.cross_entropy(model(x), classes) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with model.no_sync():
+                (F.cross_entropy(model(x), classes) / 2).backward()
+    return model
+
+
+@program
+def accumulated() -> Any:
+    model = ddp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number, (x, classes, _) in enumerate(epochs(load()), 1):
+        (F.cross_entropy(model(x), classes) / 3).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@program
+def frozen_part() -> Any:
+    model = net()
+    model[0].requires_grad_(False)
+    wrapped = ddp(model)
+    optimizer = torch.optim.SGD((each for each in wrapped.parameters() if each.requires_grad), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(x), classes).backward()
+        optimizer.step()
+    return wrapped
+
+
+@program
+def two_models() -> Any:
+    encoder, head = ddp(net(out=5)), ddp(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD([{"params": encoder.parameters()}, {"params": head.parameters(), "lr": 0.2}], lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(head(encoder(x)), classes).backward()
+        optimizer.step()
+    return encoder, head
+
+
+@program
+def two_optimizers() -> Any:
+    model, scale = ddp(), ddp(nn.Linear(3, 3))
+    first = torch.optim.AdamW(model.parameters(), lr=0.01)
+    second = torch.optim.SGD(scale.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        for each in (first, second):
+            each.zero_grad()
+        F.cross_entropy(scale(model(x)), classes).backward()
+        for each in (first, second):
+            each.step()
+    return model, scale
+
+
+@program
+def named_tuples() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [Pair(x, int(y)) for x, y, _ in points()]
+    for batch in epochs(load(rows)):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch.x), batch.labels).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def own_collate() -> Any:
+    rows = list(points())
+
+    def collate(some: list[Any]) -> tuple[Tensor, ...]:
+        return tuple(torch.stack(each) for each in zip(*some, strict=True))
+
+    return fit(ddp(), mean, data=rows, collate_fn=collate)
+
+
+@program
+def set_epoch_missing() -> Any:
+    model, loader = ddp(), load()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, classes, _targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+    return model
+
+
+@program
+def steps_counted() -> Any:
+    """A loop over steps, which asks for the loader's next batch."""
+    model, loader = ddp(), load()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = iter(loader)
+    for _ in range(17):
+        try:
+            x, classes, _targets = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            x, classes, _targets = next(batches)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def epochs_cut_short() -> Any:
+    model, loader = ddp(), load()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        for x, classes, _ in itertools.islice(loader, 4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+    return model
+
+
+@program
+def resumed() -> Any:
+    """A training that begins in its second epoch, with the state of an optimizer."""
+    model, loader = ddp(), load()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    optimizer.load_state_dict(made[0])
+    model.load_state_dict(made[1])
+    for epoch in range(1, 3):
+        loader.sampler.set_epoch(epoch)
+        for x, classes, _ in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+    return model
+
+
+@program
+def averaged_weights() -> Any:
+    model = ddp()
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    slow = torch.optim.swa_utils.AveragedModel(model.module, multi_avg_fn=average)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        optimizer.step()
+        slow.update_parameters(model.module)
+    return model, slow
+
+
+@program
+def taught() -> Any:
+    teacher = net().eval().requires_grad_(False)
+
+    def loss(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
+        with torch.no_grad():
+            soft = teacher(x).softmax(-1)
+        found = model(x)
+        return F.cross_entropy(found, classes) + F.kl_div(found.log_softmax(-1), soft, reduction="batchmean")
+
+    return fit(ddp(), loss)
+
+
+@program
+def penalty_by_row() -> Any:
+    def loss(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
+        given = x.detach().clone().requires_grad_()
+        found = model(given)
+        (slope,) = torch.autograd.grad(found.sum(), given, create_graph=True)
+        return F.cross_entropy(found, classes) + 0.1 * slope.square().sum(1).mean()
+
+    return fit(ddp(), loss)
+
+
+@program
+def evaluated_between() -> Any:
+    model, loader = ddp(), load()
+    held = DataLoader(points(20), batch_size=5, sampler=DistributedSampler(points(20), shuffle=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = schedules.ReduceLROnPlateau(optimizer, patience=0)
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        model.train()
+        for x, classes, _ in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+        model.eval()
+        total = torch.zeros(())
+        with torch.no_grad():
+            for x, classes, _ in held:
+                total += F.cross_entropy(model(x), classes, reduction="sum")
+        dist.all_reduce(total)
+        plateau.step(float(total))
+    return model
+
+
+@program
+def two_loaders() -> Any:
+    """Epochs over one set of rows, then over another."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for data in (points(), points(30)):
+        for x, classes, _ in epochs(load(data), 1):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+    return model
+
+
+class Later(Dataset[Any]):
+    """Rows that are other ones in each epoch."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        x, classes, _ = points()[row]
+        return x * (1 + self.epoch), classes
+
+
+@program
+def rows_by_epoch() -> Any:
+    data = Later()
+    model, loader = ddp(), load(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        data.epoch = epoch
+        loader.sampler.set_epoch(epoch)
+        for x, classes in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+    return model

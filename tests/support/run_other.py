@@ -1,0 +1,322 @@
+"""Programs that share rows out, exchange gradients or step in their own way: caught, or as under their own launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+
+from tests.support.run_parts import BATCH, ROWS, Programs, ddp, epochs, fit, load, mean, naming, net, points
+
+PROGRAMS: Programs = {}
+program = naming(PROGRAMS)
+
+
+class Stream(IterableDataset[Any]):
+    """This rank's rows, one after another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = points()
+        return (data[row] for row in range(dist.get_rank(), ROWS, dist.get_world_size()))
+
+
+class OwnSampler(Sampler[int]):
+    """Rows of a rank, under names of its own."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self.part, self.parts = part, parts
+
+    def __len__(self) -> int:
+        return ROWS // self.parts
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[self.part :: self.parts].tolist())
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Batches of a rank whose sizes change, by the names that everyone gives them."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own, first = list(range(self.rank, ROWS, self.num_replicas)), 0
+        for step in range(6):
+            yield own[first : first + 2 + step % 3]
+            first += 2 + step % 3
+
+
+class Counted(Dataset[Any]):
+    """Rows that depend on how many were fetched before."""
+
+    fetched = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        self.fetched += 1
+        x, classes, targets = points()[row]
+        return x + 0.01 * self.fetched, classes, targets
+
+
+def learn(model: Any, loader: Any, count: int = 2) -> Any:
+    """A loop with SGD over any loader."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(loader, count):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        optimizer.step()
+    return model
+
+
+PROGRAMS |= {
+    "a stream": lambda: learn(ddp(), DataLoader(Stream(), batch_size=BATCH)),
+    "own sampler": lambda: learn(ddp(), load(sampler=OwnSampler(dist.get_rank(), dist.get_world_size()))),
+    "own batches": lambda: learn(ddp(), DataLoader(points(), batch_sampler=OwnBatches())),
+    "own sharding": lambda: learn(
+        ddp(), DataLoader(Subset(points(), range(dist.get_rank(), ROWS, 2)), batch_size=BATCH, shuffle=False)
+    ),
+    "all rows on each rank": lambda: learn(ddp(), DataLoader(points(), batch_size=BATCH, shuffle=True)),
+    "ranks shuffle differently": lambda: learn(ddp(), load(sampler=DistributedSampler(points(), seed=dist.get_rank()))),
+    "a batch sampler around": lambda: learn(
+        ddp(), DataLoader(points(), batch_sampler=BatchSampler(DistributedSampler(points()), BATCH, True))
+    ),
+    "no batches": lambda: learn(ddp(), DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))),
+    "a communication hook": lambda: learn(hooked(ddp()), load()),
+    "rows that count fetches": lambda: learn(ddp(), load(Counted())),
+}
+
+
+class Singles(Dataset[Any]):
+    """Batches of three rows, made by the data themselves."""
+
+    def __len__(self) -> int:
+        return ROWS // 2
+
+    def __getitem__(self, row: int) -> Any:
+        return points()[row : row + 3]
+
+
+def hooked(model: Any) -> Any:
+    """The model, whose gradients travel in 16 bits."""
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
+
+
+@program
+def gradients_by_hand() -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+            each.grad /= dist.get_world_size()
+        optimizer.step()
+    return model
+
+
+@program
+def local_steps() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        with model.no_sync():
+            F.cross_entropy(model(x), classes).backward()
+        optimizer.step()
+    for each in model.parameters():
+        dist.all_reduce(each.data)
+        each.data /= dist.get_world_size()
+    return model
+
+
+@program
+def passes_by_data() -> Any:
+    """As many passes as the loss asks for, the same on each rank."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        for _again in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), classes)
+            loss.backward()
+            optimizer.step()
+            seen = loss.detach().clone()
+            dist.all_reduce(seen)
+            if seen < 2.1:
+                break
+    return model
+
+
+@program
+def skipped_steps() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), classes)
+        loss.backward()
+        worst = loss.detach().clone()
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if worst < 1.2:
+            optimizer.step()
+    return model
+
+
+@program
+def rate_by_rows() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * len(x)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def clipped_in_accumulation() -> Any:
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, classes, _) in enumerate(epochs(load(drop_last=True))):
+        if number % 2:
+            F.cross_entropy(model(x), classes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with model.no_sync():
+                F.cross_entropy(model(x), classes).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return model
+
+
+@program
+def sharpness() -> Any:
+    """Two passes of a batch: at the weights, and a step uphill (SAM)."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        moves = [0.05 * each.grad / (each.grad.norm() + 1e-12) for each in model.parameters()]
+        with torch.no_grad():
+            for each, move in zip(model.parameters(), moves, strict=True):
+                each.add_(move)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        with torch.no_grad():
+            for each, move in zip(model.parameters(), moves, strict=True):
+                each.sub_(move)
+        optimizer.step()
+    return model
+
+
+@program
+def adversaries() -> Any:
+    """A generator and a discriminator, each by its own loss and optimizer."""
+    maker, judge = ddp(net(out=2)), ddp(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+    first, second = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (maker, judge))
+    for x, _, targets in epochs(load()):
+        made = maker(x)
+        true, false = judge(targets), judge(made.detach())
+        second.zero_grad()
+        (F.softplus(-true).mean() + F.softplus(false).mean()).backward()
+        second.step()
+        first.zero_grad()
+        F.softplus(-judge(made)).mean().backward()
+        first.step()
+    return maker, judge
+
+
+@program
+def a_closure() -> Any:
+    model = ddp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for x, classes, _ in epochs(load()):
+
+        def again(x: Tensor = x, classes: Tensor = classes) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), classes)
+            loss.backward()
+            return loss
+
+        optimizer.step(again)
+    return model
+
+
+class Centred(nn.Module):
+    """A network whose outputs are centred by a running mean of batches."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.net(x)
+        if self.training:
+            with torch.no_grad():
+                self.centre = 0.9 * self.centre + 0.1 * found.mean(0)
+        return found - self.centre
+
+
+PROGRAMS["a running centre"] = lambda: fit(ddp(Centred()), mean)
+
+
+@program
+def labels_ignored_later() -> Any:
+    """Labels of the first batch all count, some of later ones don't."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (x, classes, _) in enumerate(epochs(load())):
+        wanted = classes.masked_fill((classes == 1) & (step > 2), -100)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), wanted).backward()
+        optimizer.step()
+    return model
+
+
+@program
+def gradients_taken() -> Any:
+    """torch.autograd.grad in place of backward, then an exchange by hand, with a DDP model around."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        found = torch.autograd.grad(F.cross_entropy(model.module(x), classes), list(model.parameters()))
+        for each, gradient in zip(model.parameters(), found, strict=True):
+            dist.all_reduce(gradient)
+            each.grad = gradient / dist.get_world_size()
+        optimizer.step()
+    return model
+
+
+@program
+def means_of_ranks() -> Any:
+    """A rate that goes by a mean of ranks' means."""
+    model = ddp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), classes)
+        loss.backward()
+        seen = loss.detach().clone()
+        dist.all_reduce(seen)
+        optimizer.param_groups[0]["lr"] = 0.05 * float(seen / dist.get_world_size())
+        optimizer.step()
+    return model

@@ -1,0 +1,173 @@
+"""What programs of tests.support.run_exact and run_other have in common, and how a rank runs one: bare, then hooked."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import evener.torch_split.guard
+import evener.torch_split.planned  # noqa: F401 - once, before ranks are forked: what evener.program hooks with
+from evener.training import launched
+
+ROWS, BATCH = 50, 4
+PLAN = """
+[[layout.share]]
+device = "cpu-0-of-2"
+batch = 3
+[[layout.share]]
+device = "cpu-1-of-2"
+batch = 1
+"""
+Programs = dict[str, Callable[[], Any]]  # each returns what it has trained: a module or several
+
+
+def points(rows: int = ROWS) -> TensorDataset:
+    """Rows of (x (6,), class of three, targets (2,))."""
+    drawn = torch.Generator().manual_seed(5)
+    x, targets = torch.randn(rows, 6, generator=drawn), torch.randn(rows, 2, generator=drawn)
+    return TensorDataset(x, torch.randint(0, 3, (rows,), generator=drawn), targets)
+
+
+def load(data: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
+    """A loader whose DistributedSampler shares rows out."""
+    chosen = points() if data is None else data
+    sampler = options.pop("sampler", None) or DistributedSampler(chosen, seed=3)
+    return DataLoader(chosen, batch_size=BATCH, sampler=sampler, **options)
+
+
+def net(width: int = 16, out: int = 3) -> nn.Module:
+    """A small network of 6 inputs."""
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, out))
+
+
+def ddp(model: nn.Module | None = None, **options: Any) -> Any:
+    """A model, or a small network, in DistributedDataParallel."""
+    return DistributedDataParallel(net() if model is None else model, **options)
+
+
+def epochs(loader: Any, count: int = 2) -> Iterator[Any]:
+    """The batches of some epochs, each in its own order."""
+    for epoch in range(count):
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader
+
+
+def fit(model: Any, loss: Callable[[Any, Tensor, Tensor, Tensor], Tensor], **options: Any) -> Any:
+    """A loop with SGD; returns the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, classes, targets in epochs(load(**options)):
+        optimizer.zero_grad()
+        loss(model, x, classes, targets).backward()
+        optimizer.step()
+    return model
+
+
+def naming(programs: Programs) -> Callable[[Any], Any]:
+    """A decorator that adds a function to the programs, by its name."""
+
+    def name(made: Any) -> Any:
+        programs[made.__name__.strip("_").replace("_", " ")] = made
+        return made
+
+    return name
+
+
+def mean(model: Any, x: Tensor, classes: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), classes)
+
+
+class Seen(msgspec.Struct):
+    """What became of a program on one rank: the weights after it, and evener's words; `broke` names an error."""
+
+    weights: list[list[float]] = []
+    hooks: str = ""
+    why: str = ""
+    broke: str = ""
+
+
+def run_twice(folder: Path, rank: int, module: str, name: str, port: int) -> None:
+    """Run a program bare and then hooked, by shares of 3:1; leaves what was seen in the folder."""
+    warnings.simplefilter("ignore")
+    program = import_module(module).PROGRAMS[name]
+    bare = _run(program)
+    (folder / "plan.toml").write_text(PLAN) if rank == 0 else None
+    os.environ["MASTER_PORT"] = str(port)
+    hooked = _run_hooked(folder, rank, name, program)
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode([bare, hooked]))
+
+
+def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any]) -> Seen:
+    from evener.program.install import install
+    from evener.program.notes import ProgramSettings
+
+    settings = ProgramSettings("", name, rebalance=False)
+    os.environ[launched.PROGRAM] = msgspec.json.encode(settings).decode()
+    os.environ[launched.PLAN] = str(folder / "plan.toml")
+    os.environ[launched.DEVICE] = f"cpu-{rank}-of-2"
+    install()
+    seen = _run(program)
+    from evener.program.program import PROGRAM
+
+    notebook = PROGRAM.notebook
+    seen.hooks, seen.why = notebook.hooks, notebook.why or ("" if notebook.hooks else notebook.last_words)
+    return seen
+
+
+def _run(program: Callable[[], Any]) -> Seen:
+    seen = Seen()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    random.seed(0)
+    dist.init_process_group("gloo")
+    try:
+        trained = program()
+        modules = trained if isinstance(trained, tuple) else (trained,)
+        seen.weights = [each.detach().double().flatten().tolist() for one in modules for each in one.parameters()]
+    except Exception as error:
+        seen.broke = f"{type(error).__name__}: {error}"
+    with suppress(Exception):
+        dist.destroy_process_group()
+    return seen
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A program's two runs, compared: `kind` is "by shares", "even", "ended" or "DIFFERENT"."""
+
+    kind: str
+    difference: float  # in parts of the largest weight
+    words: str
+
+
+def judge(folder: Path, near: float = 1e-9) -> Verdict:
+    """What was seen on both ranks."""
+    ranks = [msgspec.json.decode((folder / f"{rank}.json").read_bytes(), type=list[Seen]) for rank in (0, 1)]
+    (bare, hooked), broke = ranks[0], next((each[1].broke for each in ranks if each[1].broke), "")
+    if any(each[0].broke for each in ranks):
+        return Verdict("BROKEN", 0.0, next(each[0].broke for each in ranks if each[0].broke))
+    if broke:
+        return Verdict("ended" if broke.startswith("RequestError") else "BROKEN", 0.0, broke)
+    pairs = [
+        (abs(mine - its), abs(mine))
+        for one, other in zip(bare.weights, hooked.weights, strict=True)
+        for mine, its in zip(one, other, strict=True)
+    ]
+    difference = max(pair[0] for pair in pairs) / max(pair[1] for pair in pairs)
+    by_shares = bool(hooked.hooks)
+    if not difference <= (near if by_shares else 1e-12):
+        return Verdict("DIFFERENT", difference, hooked.hooks or hooked.why)
+    return Verdict("by shares" if by_shares else "even", difference, hooked.why)
