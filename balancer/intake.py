@@ -6,7 +6,7 @@ Everything that can be wrong with a request is found here, before a run is made 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
 import msgspec
@@ -16,7 +16,6 @@ from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover, find_others
 from evener.devices.listing import Discovery
 from evener.devices.machine import Machine
-from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, EvenerError
 from evener.workloads import registry
@@ -26,10 +25,11 @@ from .objectives import OBJECTIVES, find_objective
 from .probes.launch_plan import ONE_PROCESS
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
 from .result.words import refuse
-from .types import Problem
+from .types import Finding, Problem
 
 SIMULATED = "Measured on simulated devices, whose speeds are written down, not on hardware."
 NOT_RUN = "simulated devices have the speeds of a model of their own."
+REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
 LARGEST_BATCH = 1 << 30
 MOST_DEVICES = 1024
 
@@ -42,7 +42,7 @@ def take_in(request: Request) -> Job:
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
     hosts = group_by_host(found.devices)
-    check_fit(request, entry.framework, found, len(hosts), settings)
+    _refuse_first(_find_misfits(request, entry.framework, found, len(hosts), settings))
     if found.machine is not None:
         own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
         notes, largest = (*own, *found.notes, SIMULATED), None
@@ -60,51 +60,50 @@ def read_job(header: Header) -> Job:
     return header.job
 
 
-def check_fit(request: Request, framework: str, found: Discovery, hosts: int, settings: object) -> None:
-    """RequestError for an option or a setting that these devices or this framework can't follow."""
+def _refuse_first(faults: Iterator[Finding]) -> None:
+    """RequestError for the first of these faults, if there is one."""
+    for fault in faults:
+        raise refuse(fault)
+
+
+def _find_misfits(
+    request: Request, framework: str, found: Discovery, hosts: int, settings: object
+) -> Iterator[Finding]:
+    """Options and settings that these devices or this framework can't follow."""
     if found.machine is not None:
-        _check_simulated(request)
-    _check_engine(request.engine, framework, found.devices, hosts)
+        for name, option in REAL_ALONE.items():
+            if getattr(request, name) != getattr(Request(), name):
+                yield Finding("request.simulated", {"option": option})
+    if request.engine != "auto":
+        yield from _find_engine_misfits(request.engine, framework, found.devices, hosts)
     if find_objective(request.objective).needs_energy:
-        _check_energy(found.devices, found.machine)
-    _check_json(settings)
-
-
-def _check_simulated(request: Request) -> None:
-    """RequestError for an option that only real devices have."""
-    for name, option in (("precision", "--precision"), ("xla", "--xla"), ("input", "--input"), ("engine", "--engine")):
-        if getattr(request, name) != getattr(Request(), name):
-            raise refuse("simulated", option=option)
-
-
-def _check_engine(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> None:
-    """RequestError unless the engine exists for this framework and these devices."""
-    if engine == "auto":
-        return
-    if framework != "tensorflow":
-        raise refuse("engine_framework", engine=engine, framework=framework)
-    if engine in ONE_PROCESS and hosts > 1:
-        raise refuse("engine_hosts", engine=engine)
-    limited = [d for d in devices if d.limit and (d.limit.percent or d.on_cpu)]
-    if engine in ONE_PROCESS and limited:
-        limit = {"device": limited[0].label, "limit": write_limit(limited[0].limit)}
-        raise refuse("engine_limit", engine=engine, **limit)
-
-
-def _check_energy(devices: Sequence[Device], machine: Machine | None) -> None:
-    """RequestError for a device that can't report its energy."""
-    for position, device in enumerate(devices):
-        if device.on_cpu:
-            raise refuse("no_energy")
-        if machine is not None and machine.devices[position].power_watts is None:
-            raise refuse("no_watts", device=device.label)
-
-
-def _check_json(settings: object) -> None:
+        yield from _find_silent_meters(found.devices, found.machine)
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
-        raise refuse("setting", why=str(error)) from None
+        yield Finding("request.setting", {"why": str(error)})
+
+
+def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> Iterator[Finding]:
+    """What keeps the engine from training in this framework on these devices."""
+    if framework != "tensorflow":
+        yield Finding("request.engine_framework", {"engine": engine, "framework": framework})
+    if engine in ONE_PROCESS and hosts > 1:
+        yield Finding("request.engine_hosts", {"engine": engine})
+    if engine in ONE_PROCESS:
+        for device in devices:
+            if device.limit and (device.limit.percent or device.on_cpu):
+                limit = {"device": device.label, "limit": msgspec.to_builtins(device.limit)}
+                yield Finding("request.engine_limit", {"engine": engine, **limit})
+
+
+def _find_silent_meters(devices: Sequence[Device], machine: Machine | None) -> Iterator[Finding]:
+    """Devices that can't report their energy."""
+    for position, device in enumerate(devices):
+        if device.on_cpu:
+            yield Finding("request.no_energy")
+        if machine is not None and machine.devices[position].power_watts is None:
+            yield Finding("request.no_watts", {"device": device.label})
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
@@ -125,7 +124,8 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
     DeviceError if others hold the memory of all of them.
     """
-    _check_installed(framework)
+    if framework != "none" and find_spec(framework) is None:
+        raise refuse(Finding("request.not_installed", {"framework": framework}))
     for device in devices:
         child_environment([device], framework)
     full, busy = find_others(devices)
@@ -134,32 +134,31 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
     return (*full, *busy)
 
 
-def _check_installed(framework: str) -> None:
-    if framework != "none" and find_spec(framework) is None:
-        raise refuse("not_installed", framework=framework)
-
-
 def check_request(request: Request) -> None:
     """Raise RequestError for the first number or word that is out of range."""
+    _refuse_first(_find_wrong_words(request))
+
+
+def _find_wrong_words(request: Request) -> Iterator[Finding]:
     unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
     for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
         if number is not None and not 1 <= number <= LARGEST_BATCH:
-            raise refuse("number", option=option, number=number, largest=LARGEST_BATCH)
+            yield Finding("request.number", {"option": option, "number": number, "largest": LARGEST_BATCH})
     if largest is not None and largest < unit:
-        raise refuse("below_a_share", largest=largest, unit=unit)
+        yield Finding("request.below_a_share", {"largest": largest, "unit": unit})
     if batch is not None and batch % unit:
-        raise refuse("no_multiple", batch=batch, unit=unit)
+        yield Finding("request.no_multiple", {"batch": batch, "unit": unit})
     if batch is not None and largest is not None and batch > largest:
-        raise refuse("above_largest", batch=batch, largest=largest)
+        yield Finding("request.above_largest", {"batch": batch, "largest": largest})
     budget = request.budget_seconds
     if budget is not None and not (math.isfinite(budget) and budget > 0):
-        raise refuse("budget", seconds=budget)
+        yield Finding("request.budget", {"seconds": budget})
     if not (math.isfinite(request.tolerance) and 0 <= request.tolerance < 1):
-        raise refuse("tolerance", tolerance=request.tolerance)
+        yield Finding("request.tolerance", {"tolerance": request.tolerance})
     if not 0 <= request.max_slowdown < 1:
-        raise refuse("max_slowdown", percent=100 * request.max_slowdown)
+        yield Finding("request.max_slowdown", {"percent": 100 * request.max_slowdown})
     if not (math.isfinite(request.pace) and request.pace >= 0):
-        raise refuse("pace", pace=request.pace)
+        yield Finding("request.pace", {"pace": request.pace})
     for option, word, words in (
         ("--objective", request.objective, tuple(OBJECTIVES)),
         ("--precision", request.precision, PRECISIONS),
@@ -168,18 +167,22 @@ def check_request(request: Request) -> None:
         ("--micro", request.micro, MICROS),
     ):
         if word not in words:
-            raise refuse("word", option=option, word=word, words=words)
+            yield Finding("request.word", {"option": option, "word": word, "words": words})
 
 
 def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
+    _refuse_first(_find_wrong_sizes(problem))
+
+
+def _find_wrong_sizes(problem: Problem) -> Iterator[Finding]:
     quantum, batch, largest = problem.multiple_of, problem.global_batch, problem.largest_share
     if not 1 <= problem.devices <= MOST_DEVICES:
-        raise refuse("devices", devices=problem.devices, most=MOST_DEVICES)
+        yield Finding("request.devices", {"devices": problem.devices, "most": MOST_DEVICES})
     for position, size in enumerate(problem.memory_bytes):
         if size is not None and size <= 0:
-            raise refuse("memory", position=position, size_bytes=size)
+            yield Finding("request.memory", {"position": position, "size_bytes": size})
     if largest is not None and largest < quantum:
-        raise refuse("largest_share", largest=largest, unit=quantum)
+        yield Finding("request.largest_share", {"largest": largest, "unit": quantum})
     if batch is not None and batch < problem.devices * quantum:
-        raise refuse("too_few_samples", batch=batch, devices=problem.devices, unit=quantum)
+        yield Finding("request.too_few_samples", {"batch": batch, "devices": problem.devices, "unit": quantum})

@@ -15,11 +15,9 @@ from .intake import take_in
 from .journal import EndedEntry, Header, Journal, LaterEntry, Record
 from .request import Job, Request
 from .result.words import refuse
-from .search.search import Search
 from .store import runs
 from .store.locks import lock_devices, lock_run
-from .store.replay import make_search
-from .types import Failed, Timed
+from .types import Failed, Finding, Timed
 
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
 
@@ -43,23 +41,26 @@ class Run:
         self.job, self.record, self.id = job, record, record.header.run
         self.raised_budget = raised_budget
         self.replayed = len(record.seen)
-        self._journal, self._locks, self._spend_all = opened, locks, spend_all
+        self.spend_all = spend_all
+        self._journal, self._locks = opened, locks
 
     def write(self, entry: LaterEntry) -> None:
         """Record an entry, on disk first; RequestError if the journal can't be written."""
         self._journal.append(entry)
         self.record = msgspec.structs.replace(self.record, entries=(*self.record.entries, entry))
 
-    def make_search(self) -> Search:
-        """A search with everything that the run has recorded."""
-        record = self.record
-        if not record.entries:
-            return make_search(self.job)
-        return make_search(self.job, record.facts, record.observations, self._spend_all)
-
     def close(self) -> None:
         """Close the journal and release the run and its devices; safe to call twice."""
         self._locks.close()
+
+
+def open_run(request: Request, *, resume: str | None = None, extend_seconds: float | None = None) -> Run:
+    """A new run for this request, or with `resume` the one of that name, taken up again.
+
+    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are measured
+    again until that time is spent. RequestError or DeviceError if it can't begin.
+    """
+    return begin(take_in(request)) if resume is None else reopen(resume, request, extend_seconds)
 
 
 def begin(job: Job) -> Run:
@@ -146,7 +147,8 @@ def _check_request(header: Header, request: Request) -> None:
     for field in Request.__struct_fields__:
         given = getattr(request, field)
         if field not in CHANGEABLE and given not in (getattr(kept, field), getattr(unsaid, field)):
-            raise refuse("differs", option="--set" if field == "settings" else f"--{field.replace('_', '-')}")
+            option = "--set" if field == "settings" else f"--{field.replace('_', '-')}"
+            raise refuse(Finding("request.differs", {"option": option}))
 
 
 def _check_hope(record: Record) -> None:
@@ -154,7 +156,8 @@ def _check_hope(record: Record) -> None:
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)
     if wrong is not None and not any(isinstance(one, Timed) for one in seen):
-        raise refuse("failed_run", run=record.header.run, cause=wrong.cause, why=wrong.detail.rstrip("."))
+        fault = {"run": record.header.run, "cause": wrong.cause, "why": wrong.detail.rstrip(".")}
+        raise refuse(Finding("request.failed_run", fault))
 
 
 def _check_devices(header: Header, found: Job) -> None:
@@ -162,4 +165,5 @@ def _check_devices(header: Header, found: Job) -> None:
     if then != now:
         before, here = (", ".join(f"{host}/{name}" if host else name for host, name, _ in each) for each in (then, now))
         where = "the cluster" if found.devices[0].host else "this machine"
-        raise refuse("other_devices", run=header.run, before=before, where=where, here=here)
+        places = {"run": header.run, "before": before, "where": where, "here": here}
+        raise refuse(Finding("request.other_devices", places))

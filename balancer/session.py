@@ -8,22 +8,19 @@ import time
 from evener.errors import RequestError
 
 from .events import EventThread, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from .intake import take_in
 from .journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
 from .objectives import find_objective
 from .probes.child_prober import make_prober
 from .probes.prober import Facts, Prober
-from .request import Job, Request
 from .result.explain_failure import explain_no_plan, find_unfinished
 from .result.outcome import RunEnd, build_outcome
 from .result.words import make_fault
-from .run import begin, reopen
+from .run import Run
 from .search.decisions import Stop
 from .search.search import Search
 from .store import runs
+from .store.replay import make_search
 from .types import Failed, Finding, Observation, OutOfMemory, Probe, Timed
-
-__all__ = ["Request", "Session"]
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
 GRACE_SHARE = 0.25  # of the budget, if that is more and one of them makes steps
@@ -33,29 +30,22 @@ FIRST_SECONDS = {"starting": 60.0, "building": 3.0}  # beyond the budget: import
 
 
 class Session(EventThread):
-    """One run, new or resumed, driven by `events`. RequestError or DeviceError if it can't begin.
+    """One run, new or resumed, driven by `events`; it closes the run. RequestError or DeviceError if it can't begin.
 
     The last event is Finished; without a plan, NoLayoutError is raised instead, and RequestError if the journal can't
-    be written. A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are
-    measured again until that time is spent.
+    be written.
     """
 
-    def __init__(
-        self, request: Request | Job, *, resume: str | None = None, extend_seconds: float | None = None
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self._interrupted = False
         self._late = False
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
-        if resume is None:
-            run = begin(request if isinstance(request, Job) else take_in(request))
-        else:
-            run = reopen(resume, request.request if isinstance(request, Job) else request, extend_seconds)
-        self._run, self._job = run, run.job
+        self._run, self._job, record = run, run.job, run.record
         try:
-            self._prober: Prober = make_prober(run.job, run.record.clock_seconds, runs.errors_path(run.id))
-            self._search: Search = run.make_search()
+            self._prober: Prober = make_prober(run.job, record.clock_seconds, runs.errors_path(run.id))
+            self._search: Search = make_search(run.job, record.facts, record.observations, run.spend_all)
         except BaseException:
             run.close()
             raise

@@ -23,6 +23,7 @@ from evener.balancer.intake import take_in
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.result.layout_names import list_samples
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
 from evener.devices.child_environment import cap_address_space
@@ -101,7 +102,7 @@ def request(options: argparse.Namespace, devices: str) -> Request:
 def find_plan(options: argparse.Namespace, devices: str, batch: int) -> Plan:
     """The plan of a fixed global batch."""
     asked = msgspec.structs.replace(request(options, devices), global_batch=batch)
-    session = Session(asked)
+    session = Session(open_run(asked))
     (plan,) = [event.plan for event in session.events() if isinstance(event, Finished)]
     session.close()
     print(f"{asked.devices}, {batch}: {'; '.join(plan.warnings) or 'no warnings'}", file=sys.stderr, flush=True)
@@ -110,7 +111,7 @@ def find_plan(options: argparse.Namespace, devices: str, batch: int) -> Plan:
 
 def find_what_fits(options: argparse.Namespace) -> int:
     """The rows that both capped devices hold at once, by a search of a free batch."""
-    session = Session(msgspec.structs.replace(request(options, BOTH), micro="off"))
+    session = Session(open_run(msgspec.structs.replace(request(options, BOTH), micro="off")))
     for _ in session.events():
         pass
     session.close()

@@ -31,7 +31,9 @@ import msgspec
 import psutil
 
 from evener.balancer.events import Finished
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.devices.discover import discover, open_source
 from evener.devices.sampler import Sampler
 from evener.live.reporter import Reporter
@@ -110,7 +112,7 @@ def _options() -> argparse.Namespace:
 def run_sessions(count: int) -> int:
     """Run this number of searches in this process, one after the other; 1 if one ends without a plan."""
     for number in range(count):
-        session = Session(Request(devices=MACHINES[number % len(MACHINES)], seed=number))
+        session = Session(open_run(Request(devices=MACHINES[number % len(MACHINES)], seed=number)))
         *_, last = session.events()
         session.close()
         if not isinstance(last, Finished):

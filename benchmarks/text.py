@@ -22,6 +22,7 @@ from evener.balancer.intake import take_in
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.prober import Prober
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.shares.whole_rows import apportion
@@ -110,7 +111,7 @@ def explain(figures: Figures) -> list[float]:
 
 def find_split(request: Request) -> Layout:
     """The split by cost that a search finds; SystemExit if it finds none."""
-    session = Session(request)
+    session = Session(open_run(request))
     (verdict,) = [event.verdict for event in session.events() if isinstance(event, Finished)]
     session.close()
     print(f"{request.devices}: {verdict}", file=sys.stderr, flush=True)

@@ -18,7 +18,9 @@ from unittest import mock
 import msgspec
 from textual.pilot import Pilot
 
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.devices.discover import discover
 from evener.devices.machine import Machine
 from evener.devices.sampler import History, Subscriber
@@ -190,7 +192,7 @@ def _make_runs() -> None:
     ):
         now = mock.patch("time.strftime", return_value=created)
         with mock.patch("evener.balancer.run.new_run_id", return_value=run), now:
-            session = Session(Request(devices=spec))
+            session = Session(open_run(Request(devices=spec)))
         try:
             for _ in session.events():
                 pass

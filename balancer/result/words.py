@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from evener.devices.terms import write_limit
+from evener.devices.types import Limit
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
 
@@ -127,6 +129,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "why": lambda reasons: f": {reasons}" if reasons else "",
     "of": lambda user: f" of {user}" if user else "",
     "of_it": lambda part: f" ({part:.0f} % of it)" if part else "",
+    "limit": lambda limit: write_limit(msgspec.convert(limit, Limit)),
     "begin": lambda layout: say(msgspec.convert(layout, Finding)).capitalize(),
 }
 
@@ -237,8 +240,8 @@ SENTENCES = {
     "Leave {option} out.",
     "request.engine_framework": "--engine {engine} is TensorFlow's; {framework} has none.\nLeave --engine out.",
     "request.engine_hosts": "--engine {engine} has one process for all devices.\nUse multiworker on several hosts.",
-    "request.engine_limit": "{device} is limited to {limit}, which needs its own process; --engine {engine} has one"
-    " process for all devices.\nUse --engine multiworker, or leave the limit out.",
+    "request.engine_limit": "{device} is limited to {limit:limit}, which needs its own process; --engine {engine} has"
+    " one process for all devices.\nUse --engine multiworker, or leave the limit out.",
     "request.no_energy": "CPU slices report no energy, so samples per joule can't be compared.\n"
     "Leave --objective out, or choose GPUs.",
     "request.no_watts": "The power of {device} isn't written down, so samples per joule can't be compared.\n"
@@ -349,8 +352,7 @@ def make_fault(kind: type[FaultT], *parts: Finding, remedy: Finding) -> FaultT:
     return kind(" ".join(filter(None, sentences)), say(remedy), (*parts, remedy))
 
 
-def refuse(code: str, **values: object) -> RequestError:
-    """The fault of a request that can't be met, whose sentence and remedy are the two lines of this code."""
-    finding = Finding(f"request.{code}", values)
-    message, _, remedy = say(finding).partition("\n")
-    return RequestError(message, remedy, (finding,))
+def refuse(fault: Finding) -> RequestError:
+    """The fault of a request that can't be met, whose sentence and remedy are the two lines of its code."""
+    message, _, remedy = say(fault).partition("\n")
+    return RequestError(message, remedy, (fault,))

@@ -13,6 +13,7 @@ from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import solo
@@ -46,7 +47,7 @@ def test_the_time_and_the_batches_that_it_says_are_those_of_the_search(batch: in
         assert fits is not None
         assert machine.memory_bytes(position, round(0.95 * fits)) <= machine.usable_memory_bytes(position)
         assert machine.memory_bytes(position, round(1.05 * fits)) > machine.usable_memory_bytes(position)
-    session = Session(request)
+    session = Session(open_run(request))
     finished = list(session.events())[-1]
     session.close()
     assert isinstance(finished, Finished)

@@ -13,6 +13,7 @@ from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
 from evener.balancer.result.outcome import RunEnd
 from evener.balancer.result.words import say_all
+from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
 from evener.balancer.session import Session
 from evener.balancer.types import (
@@ -37,7 +38,7 @@ DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range
 
 def driven(**options: object) -> list[Event]:
     """The events of a session on simulated cards."""
-    session = Session(Request(devices="sim:gtx1080ti,gtx1080", **options))  # type: ignore[arg-type]
+    session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", **options)))  # type: ignore[arg-type]
     with closing(session):
         return list(session.events())
 

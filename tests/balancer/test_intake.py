@@ -16,6 +16,7 @@ from evener.balancer.objectives import ENERGY
 from evener.balancer.request import Request
 from evener.balancer.run import begin
 from evener.balancer.store import runs
+from evener.balancer.store.replay import make_search
 from evener.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> No
     run = begin(job)
     run.close()
     record = journal.read(runs.journal_path(run.record.header.run))
-    assert record.header.job.problem == job.problem == run.make_search().problem
+    assert record.header.job.problem == job.problem == make_search(run.job).problem
 
 
 def test_problems_and_searches_are_made_in_one_place() -> None:

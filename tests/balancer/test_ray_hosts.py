@@ -24,6 +24,7 @@ from evener.balancer.diagnostics import Check
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo
@@ -263,17 +264,17 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     def raced(event: Event) -> bool:
         return was_timed(event, "race")
 
-    ended = search(Session(request), compared)
+    ended = search(Session(open_run(request)), compared)
     for _ in range(4):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
         if "known" in ended.verdict:
-            ended = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)
+            ended = search(Session(open_run(Request(), resume=ended.run, extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(
         r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step", ended.verdict
     )
     assert costs is not None, ended.verdict
     assert int(costs[1]) >= 25  # nearly 50; what the devices compute is predicted from steps that others slowed
-    more = search(Session(Request(), resume=ended.run, extend_seconds=60.0), raced)
+    more = search(Session(open_run(Request(), resume=ended.run, extend_seconds=60.0)), raced)
     assert more.plan.search.probes > ended.plan.search.probes
 
 
@@ -303,7 +304,7 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
     request = Request(
         every, workload="synthetic", framework="tensorflow", settings=settings, global_batch=96, budget_seconds=40.0
     )
-    plan = search(Session(msgspec.structs.replace(request, share=True)), note).plan
+    plan = search(Session(open_run(msgspec.structs.replace(request, share=True))), note).plan
     assert {(seen.cause, seen.devices) for seen in failures} == {("device", (0,))}
     assert f"its host {THIRD} has left the cluster" in failures[0].detail
     until_gone(ran)

@@ -16,7 +16,9 @@ from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStart
 from evener.balancer.journal import EndedEntry, ObservationEntry
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import begin, open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Probe
 from evener.devices.discover import discover
@@ -51,7 +53,7 @@ curve = [[16, 80.0], [64, 200.0]]
 
 def drive(request: Request, resume: str | None = None) -> list[Event]:
     """Every event of a session, closed behind it."""
-    session = Session(request, resume=resume)
+    session = Session(open_run(request, resume=resume))
     try:
         return list(session.events())
     finally:
@@ -197,7 +199,7 @@ def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() 
     assert sum(probe.layout.shares == chosen for probe in observed(larger)) >= len(observed(larger)) // 2 - 1
     assert not observed(drive(Request(), resume=first.run))
     assert runs.load_run(first.run).plan == ended(larger).plan
-    session = Session(Request(), resume=first.run, extend_seconds=30.0)
+    session = Session(open_run(Request(), resume=first.run, extend_seconds=30.0))
     more = list(session.events())
     session.close()
     assert 0 < ended(more).at_seconds - ended(larger).at_seconds <= 30
@@ -211,7 +213,7 @@ def relative_half_width(finished: Finished) -> float:
 
 def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
     """Interrupted after some probes: a plan of those; resumed: the plan of the undisturbed run."""
-    session = Session(msgspec.structs.replace(PAIR, pace=0.02))
+    session = Session(open_run(msgspec.structs.replace(PAIR, pace=0.02)))
     seen = 0
     events: list[Event] = []
     for event in session.events():
@@ -233,7 +235,7 @@ def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
 
 def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None:
     """No plan is invented."""
-    session = Session(msgspec.structs.replace(PAIR, pace=1.0))
+    session = Session(open_run(msgspec.structs.replace(PAIR, pace=1.0)))
     threading.Timer(0.2, session.stop).start()
     with pytest.raises(NoLayoutError, match="stopped before anything was measured") as fault:
         list(session.events())
@@ -244,7 +246,7 @@ def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None
 
 def test_a_pause_starts_no_probe_until_it_is_over() -> None:
     """The event says so; then the run goes on to its plan."""
-    session = Session(PAIR)
+    session = Session(open_run(PAIR))
     session.pause()
     events = session.events()
     assert isinstance(next(events), Started)
@@ -256,7 +258,7 @@ def test_a_pause_starts_no_probe_until_it_is_over() -> None:
 
 def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> None:
     """Whoever iterates may be torn out and come back."""
-    session = Session(PAIR)
+    session = Session(open_run(PAIR))
     first = session.events()
     next(first)
     assert isinstance(list(session.events())[-1], Finished)
@@ -280,14 +282,14 @@ def test_a_run_is_not_resumed_on_other_devices(tmp_path: Path) -> None:
     run = ended(drive(Request(devices=f"sim:{machine}"))).run
     machine.write_text(COSTLY.replace("slow", "other"))
     with pytest.raises(RequestError, match="was measured on"):
-        Session(Request(), resume=run)
+        Session(open_run(Request(), resume=run))
 
 
 def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
     """The lock says which process has it."""
-    session = Session(PAIR)
+    session = Session(open_run(PAIR))
     with pytest.raises(RequestError, match=r"is going on \(process \d+\)"):
-        Session(Request(), resume=session.run_id)
+        Session(open_run(Request(), resume=session.run_id))
     with pytest.raises(RequestError, match="is going on"):
         runs.delete_run(session.run_id)
     session.close()
@@ -297,14 +299,14 @@ def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
 
 def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
     """However the CPU is cut; the fault names the holder; simulated devices are nobody's."""
-    one = Session(Request(devices="cpu:0", workload="synthetic"))
+    one = Session(open_run(Request(devices="cpu:0", workload="synthetic")))
     with pytest.raises(DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "):
-        Session(Request(devices="cpu/1", workload="synthetic"))
-    beside = Session(Request(devices="cpu/1", workload="synthetic", share=True))
+        Session(open_run(Request(devices="cpu/1", workload="synthetic")))
+    beside = Session(open_run(Request(devices="cpu/1", workload="synthetic", share=True)))
     beside.close()
     one.close()
-    Session(Request(devices="cpu:0", workload="synthetic")).close()
-    first, second = Session(PAIR), Session(PAIR)
+    Session(open_run(Request(devices="cpu:0", workload="synthetic"))).close()
+    first, second = Session(open_run(PAIR)), Session(open_run(PAIR))
     first.close()
     second.close()
 
@@ -335,7 +337,7 @@ def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
 def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(wrong: Request, named: str) -> None:
     """With a remedy, before anything is started."""
     with pytest.raises((RequestError, DeviceError), match=named) as fault:
-        Session(wrong)
+        Session(open_run(wrong))
     assert fault.value.remedy
     assert not runs.list_runs()
 
@@ -346,7 +348,7 @@ def test_a_run_that_is_not_there_is_named(name: str) -> None:
     drive(PAIR)
     runs.delete_run("last")
     with pytest.raises(RequestError):
-        Session(Request(), resume=name)
+        Session(open_run(Request(), resume=name))
     drive(PAIR)
     if name != "last":
         with pytest.raises(RequestError):
@@ -357,7 +359,7 @@ def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -
     """It says which variable moves it."""
     own_state.write_text("a file")
     with pytest.raises(RequestError, match=str(own_state)) as fault:
-        Session(PAIR)
+        Session(open_run(PAIR))
     assert "XDG_STATE_HOME" in fault.value.remedy
 
 
@@ -384,7 +386,7 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
 
 def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) -> None:
     """Running while its lock is held, wherever; failed with its reason; no state suggests what can't be done."""
-    session = Session(msgspec.structs.replace(PAIR, pace=0.02))
+    session = Session(open_run(msgspec.structs.replace(PAIR, pace=0.02)))
     events = session.events()
     next(event for event in events if isinstance(event, Observed))
     (running,) = runs.list_runs()
@@ -448,7 +450,7 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
         return discover(spec, ray_address=ray_address)
 
     monkeypatch.setattr(intake, "discover", count)
-    session = Session(take_in_comparison(Request(devices="sim:t4,t4"), ["solo", "even"]))
+    session = Session(begin(take_in_comparison(Request(devices="sim:t4,t4"), ["solo", "even"])))
     session.close()
     assert asked == ["sim:t4,t4"]
     assert session._run.job.request.compare is not None

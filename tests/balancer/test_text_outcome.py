@@ -12,6 +12,7 @@ import pytest
 from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.prober import Facts
 from evener.balancer.request import Request, deals_by_cost
+from evener.balancer.run import open_run
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
 from evener.balancer.store import replay
@@ -110,7 +111,7 @@ def test_when_rows_are_dealt_by_cost(asked: dict[str, Any], framework: str, by_c
 
 @pytest.mark.usefixtures("own_folder")
 def test_tokens_of_rows_without_lengths_can_not_be_counted() -> None:
-    session = Session(Request("sim:t4,t4", objective="tokens", budget_seconds=20.0))
+    session = Session(open_run(Request("sim:t4,t4", objective="tokens", budget_seconds=20.0)))
     with pytest.raises(RequestError, match="gives no lengths of its rows"):
         list(session.events())
     session.close()

@@ -15,7 +15,9 @@ import pytest
 
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted
 from evener.balancer.probes.interference import InterferenceMonitor
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed, layout_of
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.sampler import Sampler
@@ -103,7 +105,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
 
     dear = {"per_sample_ms": 0.5}  # a split is the fastest, and so measured again
     request = Request(devices="gpu", workload="synthetic", settings=dear, budget_seconds=60.0, max_global_batch=64)
-    session = Session(request)
+    session = Session(open_run(request))
     finished = drive(session, lose)
     assert flag.exists()
     assert finished.plan.layout.batches[0] > 0
@@ -127,12 +129,12 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
             unloaded.set()
             double.unload()
 
-    finished = drive(Session(request), unload)
+    finished = drive(Session(open_run(request)), unload)
     assert unloaded.is_set()
     assert finished.plan.layout.global_batch
     assert any(one.startswith("GPU:") and "driver" in one for one in finished.plan.warnings)
     double.reload()
-    session = Session(request)
+    session = Session(open_run(request))
     events = session.events()
     while not (isinstance(event := next(events), ProbeProgress) and event.phase == "building"):
         pass
@@ -161,7 +163,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 4.0, "base_ms": 20.0}
     request = Request(devices="gpu", workload="synthetic", settings=settings, budget_seconds=60.0, max_global_batch=900)
-    session, raced = Session(request), list[Event]()
+    session, raced = Session(open_run(request)), list[Event]()
 
     def take(event: Event) -> None:
         if not isinstance(event, Observed):
@@ -309,7 +311,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     request = Request(
         devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=60.0, max_global_batch=600
     )
-    session = Session(request)
+    session = Session(open_run(request))
     taken_at: list[int] = []
     ran_out: list[Observation] = []
 
@@ -345,7 +347,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
     The winner is measured again then, at the latest when it is checked.
     """
-    session = Session(Request(devices="cpu", workload="synthetic", budget_seconds=15.0, max_global_batch=64))
+    session = Session(open_run(Request(devices="cpu", workload="synthetic", budget_seconds=15.0, max_global_batch=64)))
     racing, over = threading.Event(), threading.Event()
 
     def hold_back() -> None:

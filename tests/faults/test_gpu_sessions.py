@@ -8,13 +8,15 @@ from typing import Any
 import psutil
 
 from evener.balancer.events import Finished
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 
 
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
     """UUIDs, driver and layout stand in the plan, and that one of the GPUs was busy before."""
     fake_nvml(2).gpus[0].utilization = 0
-    session = Session(Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128))
+    session = Session(open_run(Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=128)))
     events = list(session.events())
     session.close()
     assert isinstance(events[-1], Finished)

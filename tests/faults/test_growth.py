@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 
 
 def live_objects(sessions: range) -> int:
     """Python's objects after these sessions on simulated devices, which differ by their noise."""
     for seed in sessions:
-        session = Session(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512))
+        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512)))
         list(session.events())
         session.close()
     gc.collect()

@@ -14,7 +14,9 @@ import pytest
 
 import evener
 from evener.balancer import journal
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import EvenerError, RequestError
 from evener.live.files import file_name, prepare_folder, replace_file, start_ticks
@@ -33,7 +35,7 @@ LIVE = {"framework": "torch", "workload": "w", "samples_per_second": 5.0, "step"
 
 def a_run() -> tuple[str, Path]:
     """A finished run and its journal."""
-    session = Session(SIMULATED)
+    session = Session(open_run(SIMULATED))
     list(session.events())
     session.close()
     return session.run_id, runs.journal_path(session.run_id)
@@ -79,7 +81,7 @@ def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], Non
     """Neither for runs nor for locks."""
     spoil(state_folder())
     with pytest.raises(RequestError, match="not trusted"):
-        Session(SIMULATED)
+        Session(open_run(SIMULATED))
 
 
 @pytest.mark.parametrize("spoil", DISTRUSTED)
@@ -99,7 +101,7 @@ def test_a_live_file_of_somebody_else_is_passed_over(spoil: Callable[[Path], Non
 @root_only
 def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(capsys: pytest.CaptureFixture[str]) -> None:
     """What a lock's note says is shown only where it is a number and a run's name."""
-    session = Session(Request(devices="cpu", workload="synthetic"))
+    session = Session(open_run(Request(devices="cpu", workload="synthetic")))
     for path in (state_folder() / "locks").iterdir():
         path.write_text(json.dumps({"pid": "\x1b[2J1", "run": "\x1b]0;gotcha\x07", "more": "x" * 5000}))
     assert run(["balance", "--devices", "cpu", "--workload", "synthetic"]) == 3
@@ -164,7 +166,7 @@ def test_a_link_in_the_way_is_not_followed(place: str, tmp_path: Path, monkeypat
         world_writable(victim)
         (state_folder() / place).symlink_to(victim, target_is_directory=True)
         with pytest.raises(EvenerError, match="not trusted"):
-            Session(Request(devices="cpu", workload="synthetic"))
+            Session(open_run(Request(devices="cpu", workload="synthetic")))
     assert (victim / "kept.json").read_text() == "precious"
     assert [path.name for path in victim.iterdir()] == ["kept.json"]
 

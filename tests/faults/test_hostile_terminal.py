@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 import evener
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.devices.cpu import slices
 from evener.live.reporter import read_trainings
@@ -78,7 +80,7 @@ def is_harmless(text: str) -> None:
 @pytest.fixture
 def poisoned_run() -> str:
     """A run whose journal is evil in every text, and has a failed probe in it."""
-    session = Session(Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128))
+    session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128)))
     list(session.events())
     session.close()
     path = runs.journal_path(session.run_id)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import locks
 from evener.balancer.store.locks import kernel_files, lock_kernel_files
 from evener.devices.cpu import slices
@@ -68,13 +70,13 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Callable[[
     with pytest.raises(
         DeviceError, match=rf"CPU:0 is being measured by another user's evener \(process {pid}\)"
     ) as fault:
-        Session(Request(devices="cpu", workload="synthetic"))
+        Session(open_run(Request(devices="cpu", workload="synthetic")))
     assert "--share" in fault.value.remedy
     lock_kernel_files(others).close()
-    Session(Request(devices="cpu", workload="synthetic", share=True)).close()
+    Session(open_run(Request(devices="cpu", workload="synthetic", share=True))).close()
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    Session(Request(devices="cpu", workload="synthetic")).close()
+    Session(open_run(Request(devices="cpu", workload="synthetic"))).close()
 
 
 def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(

@@ -14,7 +14,9 @@ import pytest
 
 from evener.balancer.events import Finished, Observed, ProbeStarted
 from evener.balancer.probes.prober import Prober
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
 from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
@@ -104,7 +106,7 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     request = Request(
         devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=40.0, max_global_batch=400
     )
-    session = Session(request)
+    session = Session(open_run(request))
     strangers, killed = list[subprocess.Popen[bytes]](), list[int]()
     try:
         for event in session.events():
@@ -141,7 +143,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
         budget_seconds=8.0,
         max_global_batch=600,
     )
-    session = Session(request)
+    session = Session(open_run(request))
     events = list(session.events())
     session.close()
     plan = events[-1].plan  # type: ignore[union-attr]

@@ -18,7 +18,9 @@ import pytest
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, Started
 from evener.balancer.journal import AskedEntry, ObservationEntry, Record
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import replay, runs
 from evener.balancer.types import Failed
 from tests.support.cores import two_cores
@@ -29,9 +31,11 @@ SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
 SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=5.0, max_global_batch=256)
 SCRIPT = """
 import sys, msgspec
-from evener.balancer.session import Request, Session
+from evener.balancer.run import open_run
+from evener.balancer.request import Request
+from evener.balancer.session import Session
 from evener.balancer.events import ProbeProgress
-session = Session(msgspec.json.decode(sys.argv[1], type=Request), resume=sys.argv[2] or None)
+session = Session(open_run(msgspec.json.decode(sys.argv[1], type=Request), resume=sys.argv[2] or None))
 print(session.run_id, flush=True)
 for event in session.events():
     print(event.phase if isinstance(event, ProbeProgress) else type(event).__name__, flush=True)
@@ -68,7 +72,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
 
 def finish(request: Request, resume: str | None = None) -> tuple[Finished, list[Event]]:
     """Drive a session to its end, here."""
-    session = Session(request, resume=resume)
+    session = Session(open_run(request, resume=resume))
     try:
         events = list(session.events())
     finally:
@@ -183,7 +187,7 @@ def test_children_end_with_a_parent_that_is_killed_even_if_they_are_stopped(
 @pytest.mark.usefixtures("quick_probes")
 def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) -> None:
     """In the middle of probes, with the best plan so far, long before the time is up."""
-    session = Session(msgspec.structs.replace(SYNTHETIC, budget_seconds=60.0))
+    session = Session(open_run(msgspec.structs.replace(SYNTHETIC, budget_seconds=60.0)))
     seen = 0
     stopped_at = 0.0
     last: Event | None = None
@@ -202,7 +206,7 @@ def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) 
 
 def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.Popen[str]]) -> None:
     """Children are in sessions of their own: a signal to the terminal's group does not end them first."""
-    with closing(Session(SYNTHETIC)) as session:
+    with closing(Session(open_run(SYNTHETIC))) as session:
         events = session.events()
         while not list_probe_children():
             next(events)
@@ -217,7 +221,7 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
 @pytest.mark.usefixtures("quick_probes")
 def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
     """The observation is journalled as failed; the fresh try is measured."""
-    session = Session(SYNTHETIC)
+    session = Session(open_run(SYNTHETIC))
     killed = False
     events: list[Event] = []
     for event in session.events():
@@ -239,7 +243,7 @@ def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
     """One sentence with each device's smallest failure."""
     from evener.errors import NoLayoutError
 
-    session = Session(msgspec.structs.replace(SYNTHETIC, settings={"fail": "kill"}))
+    session = Session(open_run(msgspec.structs.replace(SYNTHETIC, settings={"fail": "kill"})))
     with pytest.raises(NoLayoutError, match=r"CPU:0 .*CPU:1 failed.*SIGKILL") as fault:
         list(session.events())
     session.close()
@@ -251,7 +255,7 @@ def test_a_budget_too_small_to_measure_anything_is_said() -> None:
     """With the remedy."""
     from evener.errors import NoLayoutError
 
-    session = Session(msgspec.structs.replace(SYNTHETIC, budget_seconds=0.05, settings={"base_ms": 5000.0}))
+    session = Session(open_run(msgspec.structs.replace(SYNTHETIC, budget_seconds=0.05, settings={"base_ms": 5000.0})))
     with pytest.raises(NoLayoutError, match=r"budget of 0\.05 s was over") as fault:
         list(session.events())
     session.close()

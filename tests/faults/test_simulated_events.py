@@ -8,7 +8,9 @@ import pytest
 
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory
 from evener.devices.simulated import parse_machine
@@ -41,7 +43,7 @@ def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finis
     """A whole search on that machine; no tolerance, so that it fills the memory."""
     machine = folder / "machine.toml"
     machine.write_text(MACHINE + event)
-    session = Session(Request(devices=f"sim:{machine}", tolerance=0.0), resume=resume)
+    session = Session(open_run(Request(devices=f"sim:{machine}", tolerance=0.0), resume=resume))
     try:
         events = list(session.events())
     finally:

@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from evener.balancer.events import Event, ProbeProgress
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import EvenerError, NoLayoutError, RequestError
 from tests.support.cores import two_cores
@@ -46,7 +48,7 @@ def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: st
     skip_without("tensorflow")
     source = tmp_path / "train.py"
     source.write_text(BUILD.format(extra=extra, batch=batch))
-    session = Session(Request(devices="cpu/2:0", workload=f"{source}:build", budget_seconds=30.0))
+    session = Session(open_run(Request(devices="cpu/2:0", workload=f"{source}:build", budget_seconds=30.0)))
     with pytest.raises(EvenerError) as fault:
         list(session.events())
     session.close()
@@ -82,7 +84,7 @@ def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_tracebac
     (tmp_path / "train.py").write_text(NETWORK)
     (tmp_path / "layers.py").write_text(LAYERS)
     request = Request(devices="cpu/2:0", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=30.0)
-    session = Session(request)
+    session = Session(open_run(request))
     with pytest.raises(EvenerError) as fault:
         list(session.events())
     session.close()
@@ -116,7 +118,7 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     skip_without("torch")
     (tmp_path / "train.py").write_text(ONE_RAISES)
     request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=budget)
-    session = Session(request)
+    session = Session(open_run(request))
     started = time.monotonic()
     with pytest.raises(NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set") as fault:
         list(session.events())
@@ -127,7 +129,7 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     assert len(run.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
     with pytest.raises(RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"):
-        Session(request, resume=session.run_id)
+        Session(open_run(request, resume=session.run_id))
     assert not psutil.Process().children()
 
 
@@ -152,7 +154,7 @@ def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     monkeypatch.setattr("evener.balancer.probes.children.STACK_SECONDS", 60.0)  # a busy machine takes more than 2
     (tmp_path / "train.py").write_text(HANGS)
     request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=12.0)
-    session = Session(request)
+    session = Session(open_run(request))
     reports: list[Event] = []
     with pytest.raises(NoLayoutError) as fault:
         reports.extend(session.events())

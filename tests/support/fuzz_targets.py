@@ -20,6 +20,7 @@ from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed
 from evener.balancer.probes import protocol
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import replay
 from evener.devices.discover import discover, open_source
@@ -116,7 +117,7 @@ def fuzz_machine(data: bytes) -> None:
 
 def _search(data: bytes) -> None:
     with _file(data, "machine.toml") as path:
-        session = Session(Request(devices=f"sim:{path}", budget_seconds=30.0, max_global_batch=512))
+        session = Session(open_run(Request(devices=f"sim:{path}", budget_seconds=30.0, max_global_batch=512)))
         try:
             for event in session.events():
                 assert event is not None
@@ -266,7 +267,7 @@ def _measured() -> tuple[tuple[bytes, ...], Plan]:
     plans = []
     with tempfile.TemporaryDirectory() as folder, environment("XDG_STATE_HOME", folder):
         for request in requests:
-            session = Session(request)
+            session = Session(open_run(request))
             plans += [event.plan for event in session.events() if isinstance(event, Finished)]
             session.close()
         journals = sorted(Path(folder).glob("evener/runs/*/journal.jsonl"))

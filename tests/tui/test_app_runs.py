@@ -11,7 +11,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 import evener
-from evener.balancer.session import Request, Session
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import DeviceError, NoLayoutError
 from evener.live.files import LiveRecord
@@ -28,7 +30,7 @@ def build():
 
 
 def _search(**asked: Any) -> None:
-    session = Session(Request(**asked))
+    session = Session(open_run(Request(**asked)))
     try:
         list(session.events())
     except NoLayoutError:

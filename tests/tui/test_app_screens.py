@@ -299,10 +299,12 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
 
 
 def _make_runs(count: int) -> None:
-    from evener.balancer.session import Request, Session
+    from evener.balancer.request import Request
+    from evener.balancer.run import open_run
+    from evener.balancer.session import Session
 
     for seed in range(count):
-        session = Session(Request(devices="sim:gtx1080ti,gtx1080", seed=seed))
+        session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", seed=seed)))
         try:
             assert list(session.events())
         finally:

@@ -17,6 +17,7 @@ from evener.balancer.intake import take_in
 from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
 from evener.balancer.result.words import write_verdict
+from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.errors import RequestError
@@ -64,7 +65,10 @@ def balance(
         lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns())
         print("\n".join(lines), flush=True)
 
-    return run_session(lambda: Session(request, resume=resume, extend_seconds=extend_seconds), show, export, as_json)
+    def begin() -> Session:
+        return Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
+
+    return run_session(begin, show, export, as_json)
 
 
 def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:

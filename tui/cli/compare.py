@@ -13,6 +13,7 @@ from evener.balancer.comparison import take_in_comparison
 from evener.balancer.events import Finished
 from evener.balancer.manual_run import LayoutProfile, profile_ranking
 from evener.balancer.request import Request
+from evener.balancer.run import begin
 from evener.balancer.session import Session
 
 from ..text.formatting import folded, plain
@@ -81,7 +82,7 @@ def compare(
         profiles = {"profile": transfer_json(profiled(session, finished))} if profile else {}
         return {**ranking_json(session.search, labels), **profiles}
 
-    return run_session(lambda: Session(resolved), show, export, as_json, more)
+    return run_session(lambda: Session(begin(resolved)), show, export, as_json, more)
 
 
 def _words(finished: Finished, form: Form) -> list[str]:

@@ -45,12 +45,13 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
     from evener.balancer.comparison import take_in_comparison
     from evener.balancer.families import FAMILIES
+    from evener.balancer.run import begin, open_run
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
         families = request.compare.families
-        return Session(take_in_comparison(request, None if families == tuple(FAMILIES) else families))
-    return Session(request, **resumed)
+        return Session(begin(take_in_comparison(request, None if families == tuple(FAMILIES) else families)))
+    return Session(open_run(request, **resumed))
 
 
 class BaseApp(App[int]):

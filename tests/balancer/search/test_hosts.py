@@ -15,6 +15,7 @@ import pytest
 from evener.balancer.events import Finished
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.search.host_choice import split_over_hosts
 from evener.balancer.search.model.sync_cost import ExchangeCosts, fit_exchange_costs
 from evener.balancer.search.search import Search
@@ -177,7 +178,7 @@ def test_the_verdict_says_what_the_network_takes(network_ms: int, tmp_path: Path
     path = tmp_path / "hosts.toml"
     devices = "".join(DEVICE.format(number=i, host="left" if i < 2 else "right") for i in range(4))
     path.write_text(devices + MACHINE.format(network_ms=network_ms))
-    session = Session(Request(f"sim:{path}", workload="synthetic", global_batch=1600, budget_seconds=None))
+    session = Session(open_run(Request(f"sim:{path}", workload="synthetic", global_batch=1600, budget_seconds=None)))
     *_, ended = session.events()
     session.close()
     assert isinstance(ended, Finished)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
+from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.ranking import TIE
 from evener.balancer.search.search import Search
@@ -52,7 +53,7 @@ def true_rate(machine: Machine, seen: Timed | Result) -> float:
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
     """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is what counts."""
-    with closing(Session(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300))) as session:
+    with closing(Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300)))) as session:
         events = list(session.events())
     finished = events[-1]
     assert isinstance(finished, Finished)
