@@ -21,7 +21,7 @@ from evener.errors import DeviceError, EvenerError
 from evener.workloads import registry
 
 from .journal import Header
-from .objectives import OBJECTIVES, find_objective
+from .objectives import OBJECTIVES, Objective, find_objective
 from .probes.launch_plan import ONE_PROCESS
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
 from .result.words import refuse
@@ -37,12 +37,14 @@ MOST_DEVICES = 1024
 def take_in(request: Request) -> Job:
     """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
     check_request(request)
+    objective = find_objective(request.objective)
     found = discover(request.devices, ray_address=request.ray_address)
+    hosts = group_by_host(found.devices)
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
-    hosts = group_by_host(found.devices)
-    _refuse_first(_find_misfits(request, entry.framework, found, len(hosts), settings))
+    for fault in _find_misfits(request, objective, entry.framework, found, len(hosts), settings):
+        raise refuse(fault)
     if found.machine is not None:
         own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
         notes, largest = (*own, *found.notes, SIMULATED), None
@@ -60,14 +62,8 @@ def read_job(header: Header) -> Job:
     return header.job
 
 
-def _refuse_first(faults: Iterator[Finding]) -> None:
-    """RequestError for the first of these faults, if there is one."""
-    for fault in faults:
-        raise refuse(fault)
-
-
 def _find_misfits(
-    request: Request, framework: str, found: Discovery, hosts: int, settings: object
+    request: Request, objective: Objective, framework: str, found: Discovery, hosts: int, settings: object
 ) -> Iterator[Finding]:
     """Options and settings that these devices or this framework can't follow."""
     if found.machine is not None:
@@ -76,7 +72,7 @@ def _find_misfits(
                 yield Finding("request.simulated", {"option": option})
     if request.engine != "auto":
         yield from _find_engine_misfits(request.engine, framework, found.devices, hosts)
-    if find_objective(request.objective).needs_energy:
+    if objective.needs_energy:
         yield from _find_silent_meters(found.devices, found.machine)
     try:
         msgspec.json.encode(settings)
@@ -136,7 +132,8 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 def check_request(request: Request) -> None:
     """Raise RequestError for the first number or word that is out of range."""
-    _refuse_first(_find_wrong_words(request))
+    for fault in _find_wrong_words(request):
+        raise refuse(fault)
 
 
 def _find_wrong_words(request: Request) -> Iterator[Finding]:
@@ -172,7 +169,8 @@ def _find_wrong_words(request: Request) -> Iterator[Finding]:
 
 def check_problem(problem: Problem) -> None:
     """Raise RequestError for a problem that has no answer."""
-    _refuse_first(_find_wrong_sizes(problem))
+    for fault in _find_wrong_sizes(problem):
+        raise refuse(fault)
 
 
 def _find_wrong_sizes(problem: Problem) -> Iterator[Finding]:

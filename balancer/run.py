@@ -60,7 +60,10 @@ def open_run(request: Request, *, resume: str | None = None, extend_seconds: flo
     A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best layouts are measured
     again until that time is spent. RequestError or DeviceError if it can't begin.
     """
-    return begin(take_in(request)) if resume is None else reopen(resume, request, extend_seconds)
+    if resume is not None:
+        return reopen(resume, request, extend_seconds)
+    job = take_in(request)
+    return begin(job)
 
 
 def begin(job: Job) -> Run:

@@ -10,12 +10,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
-from evener.errors import DeviceError
+from evener.errors import DeviceError, RequestError
 
 from .connection import Node
 
@@ -207,6 +207,24 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
             del _agents[agent.host]
             raise DeviceError(f"The host {agent.host} {lost.why}.", REMEDY) from None
     return tuple(agents)
+
+
+def ask_each(
+    agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
+) -> dict[Agent, Any]:
+    """The answers of a function that runs on every host at once, given what belongs to the host.
+
+    With `held` it gets the ids of the GPUs that the agent holds too, else None. RequestError names the host.
+    """
+    ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
+    calls = [agent.begin("call", function, given[agent.host], own) for agent, own in zip(agents, ids, strict=True)]
+    answers = {}
+    for agent, call in zip(agents, calls, strict=True):
+        try:
+            answers[agent] = agent.finish(call)
+        except RequestError as fault:
+            raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
+    return answers
 
 
 REMEDY = "Install the same evener there, in the Python that its ray start ran in, or leave the host out."

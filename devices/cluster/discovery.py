@@ -24,7 +24,7 @@ from ..listing import Discovery, visible_devices
 from ..registry import BACKENDS, all_backends, find_backend, find_here
 from ..terms import EVERY_HOST
 from ..types import Device, Term
-from .agents import Agent, start_actor, start_agents
+from .agents import Agent, ask_each, start_actor, start_agents
 from .connection import Node, connect, list_nodes
 
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
@@ -50,11 +50,8 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
     wanted = assign_terms(terms, nodes)
     by_host = {node.host: node for node in nodes}
     agents = start_agents((by_host[host] for host in wanted), reserve)
-    held = [agent.finish(agent.begin("gpu_ids")) if reserve else None for agent in agents]
-    calls = [
-        agent.begin("call", find_on_host, wanted[agent.host], ids) for agent, ids in zip(agents, held, strict=True)
-    ]
-    found = _merge(terms, {agent: _answer(agent, call) for agent, call in zip(agents, calls, strict=True)})
+    answers: dict[Agent, HostDevices] = ask_each(agents, find_on_host, wanted, reserve)
+    found = _merge(terms, answers)
     return (
         msgspec.structs.replace(found, notes=(*found.notes, *_hold_cpus(agents, found.devices))) if reserve else found
     )
@@ -70,14 +67,6 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
                 f"{agent.host}: other jobs of the cluster hold {lacking:g} of the {cores} CPUs to be measured."
             )
     return tuple(notes)
-
-
-def _answer(agent: Agent, call: object) -> HostDevices:
-    try:
-        found: HostDevices = agent.finish(call)
-    except RequestError as fault:
-        raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
-    return found
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
