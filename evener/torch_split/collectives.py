@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 import torch
@@ -85,10 +86,10 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self._views = _cut(self.flat, parameters)
         self._flags = self.flat[sum(sizes) :]
-        self._patterns: dict[bytes, torch.Tensor] = {}
+        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
-        self._absent: list[int] = []  # when it was sent
+        self._absent: list[int] = []  # without a gradient when it was gathered
         self.left = len(sizes)
         self.work: Any = None
 
@@ -96,19 +97,23 @@ class Bucket:
         """Make gradients views of the bucket, also where zero_grad had set them to None."""
         views: list[torch.Tensor] = []
         fresh: list[torch.Tensor] = []
+        self._absent = []
+        may_have_graph = torch.is_grad_enabled()  # in a backward pass: create_graph
         for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
             gradient = parameter.grad
-            if gradient is view or gradient is None:
+            if gradient is view:
                 continue
-            if gradient.requires_grad or gradient.is_sparse:
-                _refuse(gradient)
+            if gradient is None:
+                self._absent.append(place)
+                continue
+            if may_have_graph and gradient.requires_grad:
+                _refuse_graph()
             views.append(view)
             fresh.append(gradient)
             parameter.grad = view
             self._forget(place)
         if views:
-            with torch.no_grad():
-                torch._foreach_copy_(views, fresh)
+            _copy(views, fresh)
 
     def fold(self, weight: float) -> None:
         """Apply this weight to the gradients so far, as those that come now have another one."""
@@ -119,9 +124,7 @@ class Bucket:
         self.flat.zero_()
 
     def weigh(self, weight: float) -> None:
-        """Multiply by the weight of this rank; a weight of 0 keeps infinities out."""
-        present = bytes(parameter.grad is not None for parameter in self._parameters)
-        self._absent = [place for place, there in enumerate(present) if not there]
+        """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
         with torch.no_grad():
             if not self._absent:
                 self._flags.fill_(1)
@@ -129,7 +132,7 @@ class Bucket:
                 for place in self._absent:
                     self._views[place].zero_()
                     self._forget(place)
-                self._flags.copy_(self._pattern(present))
+                self._flags.copy_(self._pattern())
             if weight == 0.0:
                 self.flat.zero_()
             elif weight != 1.0:
@@ -153,10 +156,13 @@ class Bucket:
         if self._hold is not None:
             self._held_views[place].zero_()
 
-    def _pattern(self, present: bytes) -> torch.Tensor:
-        if present not in self._patterns:
-            self._patterns[present] = torch.tensor(list(present), dtype=self.flat.dtype, device=self.flat.device)
-        return self._patterns[present]
+    def _pattern(self) -> torch.Tensor:
+        absent = tuple(self._absent)
+        if absent not in self._patterns:
+            flags = torch.ones(len(self.places), dtype=self.flat.dtype)
+            flags[list(absent)] = 0
+            self._patterns[absent] = flags.to(self.flat.device)
+        return self._patterns[absent]
 
 
 def make_buckets(parameters: Sequence[Any], order: Iterable[int], most_bytes: int) -> list[Bucket]:
@@ -187,15 +193,24 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
-def _refuse(gradient: torch.Tensor) -> None:
-    if gradient.requires_grad:
-        raise RequestError(
-            "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
-            "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
-        )
+def _refuse_graph() -> NoReturn:
     raise RequestError(
-        "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.", "Leave sparse=True out."
+        "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
+        "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
     )
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
+    if any(map(_IS_SPARSE, fresh)):
+        raise RequestError(
+            "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
+            "Leave sparse=True out.",
+        )
+    torch._foreach_copy_(views, fresh)
+
+
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 class Meeting(Protocol):

@@ -30,10 +30,11 @@ from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import Part, make_parts, weigh_by_count
 from .checks import OPTIMIZER_CHECK, REMEDY, check_part_loss, check_rows
 from .collectives import add_up, is_equal_everywhere
+from .ends import explain_at_exit
 from .guard import SINGLE, Guard
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
-from .retry import Passes, explain_at_exit
+from .retry import Passes
 from .weights import BatchWeights, Weigh
 from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work
 

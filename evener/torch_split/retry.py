@@ -7,20 +7,18 @@ before the pass, but for gradients that are on their way already, which are fina
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 import torch
 
 from ..errors import DeviceError, RequestError
 from ..torch_rows.structure import each_tensor
-from ..training.retreat import PassLimit, Retreat, say
+from ..training.retreat import PassLimit, Retreat
 from .batch import Part
 from .collectives import count_foreign
 from .exchange import Exchange
@@ -297,19 +295,3 @@ class PassState:
             for each, _, copied in self._buffers:
                 if copied is not None:
                     each.copy_(copied)
-
-
-@cache
-def explain_at_exit() -> None:
-    """Let an out-of-memory error that ends the program be followed by the line that would have gone on."""
-    shown = sys.excepthook
-
-    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        shown(kind, error, trace)
-        if is_out_of_memory(error):
-            say(
-                "evener: a pass that runs out of memory is computed again in smaller ones where the loop says"
-                " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
-            )
-
-    sys.excepthook = explain

@@ -200,3 +200,10 @@ def test_it_learns_the_same_where_passes_run_out_of_memory(trainer_ranks: Run, e
 def test_a_sum_is_not_computed_in_smaller_passes(trainer_ranks: Run) -> None:
     (said,) = trainer_ranks("tests.support.huggingface_oom_programs.refuse_sum")
     assert "Rank 0 ran out of memory in a pass of 8 rows, and smaller passes would learn something else" in said
+
+
+def test_a_compute_loss_that_meets_other_ranks_ends_in_a_sentence_on_each(trainer_ranks: Run) -> None:
+    waited, said = trainer_ranks("tests.support.huggingface_oom_programs.meet", world=2)
+    assert said.startswith("DeviceError: Rank 1")
+    assert "the loop meets other ranks in a pass" in said
+    assert waited.splitlines()[-1].startswith("evener: rank 1 ended, and this rank can't go on without it: DeviceError")

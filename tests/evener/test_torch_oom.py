@@ -185,7 +185,26 @@ def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_o
     assert said.startswith("DeviceError: Rank 1")
     assert expected in said
     assert waited.startswith("RuntimeError"), "it ends as the other one does"
+    assert waited.splitlines()[-1].startswith("evener: rank 1 ended, and this rank can't go on without it: DeviceError")
     assert steps == own_steps == (2 if "two steps" in name else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("who", "how", "words"),
+    [
+        (1, "raises", "evener: rank 1 ended, and this rank can't go on without it: OSError: No space left on device."),
+        (1, "is killed", "evener: rank 1 doesn't answer, and this rank can't go on without it: it was killed"),
+        (0, "raises", "evener: rank 0 ended, and this rank can't go on without it"),
+    ],
+)
+def test_the_rank_that_ended_is_named_on_the_others(
+    trainer_ranks: Callable[..., list[Any]], who: int, how: str, words: str
+) -> None:
+    """Rank 0 has the store in its own process, so its words end with it."""
+    said = trainer_ranks("tests.support.torch_meeting_programs.leave", who, how, world=2)
+    assert said[1 - who].splitlines()[-1].startswith(words)
+    assert ("OSError" in said[who]) == (how == "raises")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from evener.errors import DeviceError
@@ -29,6 +30,7 @@ from tests.support.huggingface_programs import (
     make_parts,
     make_plan,
 )
+from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 
 PROGRAMS = {
@@ -149,3 +151,34 @@ def refuse_sum(folder: Path, rank: int) -> None:
         trainer.train()
     except DeviceError as error:
         torch.save(str(error), folder / f"{rank}.pt")
+
+
+class MeetingLoss(OwnLoss):
+    """Asks other ranks for the mean of a figure, by torch.distributed."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        if self.state.global_step:
+            dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+def meet(folder: Path, rank: int) -> None:
+    """What two ranks say of whom the second runs out of memory where its loss meets the other one."""
+    torch.set_num_threads(1)
+    program = msgspec.structs.replace(PROGRAMS["rows by a compute_loss"], rows=24)
+    parts = make_parts(program)
+    bombs = Bombs(parts["model"], 0)
+
+    def lay(*_: Any, **__: Any) -> None:
+        bombs.fuse.passes, bombs.fuse.at = -1, [("backward", 1, 0)] if rank else []
+
+    bombs.on_step_begin = lay  # type: ignore[method-assign]
+    kind = with_plan(MeetingLoss, make_plan([4, 4]))
+    trainer = kind(args=make_arguments(program, str(folder)), callbacks=[bombs], **parts)
+    said = "learned"
+    try:
+        trainer.train()
+    except (DeviceError, RuntimeError) as error:
+        said = last_words(error)
+    torch.save(said, folder / f"{rank}.pt")

@@ -23,6 +23,7 @@ from evener.torch_split.retry import Passes
 from evener.training import retreat
 from tests.support import torch_oom_programs as bombed
 from tests.support.huggingface_programs import SEED, Texts, make_plan, pad_texts
+from tests.support.last_words import last_words
 from tests.support.lightning_options import Figures, Lbfgs, Tokens, Weighted, count_labels
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 
@@ -317,5 +318,5 @@ def end(folder: Path, rank: int, name: str, shares: list[int]) -> None:
             trainer.fit(module, split.loader(points(45), seed=SEED))
         said = "learned"
     except (EvenerError, RuntimeError) as error:
-        said = f"{type(error).__name__}: {error}"
+        said = last_words(error)
     torch.save(said, folder / f"{rank}.pt")

@@ -16,6 +16,7 @@ from evener.balancer.store import runs
 from evener.errors import DeviceError
 from evener.live.journal import RetreatEntry
 from evener.torch_split import Split
+from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 
 WIDTH, STEPS = 4, 4
@@ -86,7 +87,7 @@ def train(folder: Path, rank: int, name: str) -> None:
             steps += 1
         ended = "learned"
     except (DeviceError, RuntimeError) as error:
-        ended = f"{type(error).__name__}: {error}"
+        ended = last_words(error)
     torch.save((ended, steps), folder / f"{rank}.pt")
 
 
@@ -106,3 +107,20 @@ def train_noted(folder: Path, rank: int, state: str) -> None:
     assert training is not None
     lines = [entry.line for entry in training.entries if isinstance(entry, RetreatEntry)]
     torch.save(said if rank else lines, folder / f"{rank}.pt")
+
+
+def leave(folder: Path, rank: int, who: int, how: str) -> None:
+    """What a rank says as another one ends in the second step: by an error of its own, or without a word."""
+    torch.set_num_threads(1)
+    split, said = Split(ratios=[1, 1], global_batch=16), ""
+    model = split.wrap(Net(Fuse(), False).double())
+    try:
+        for step, batch in enumerate(split.loader(TensorDataset(torch.randn(48, WIDTH).double()))):
+            if step == 1 and rank == who and how == "raises":
+                raise OSError("No space left on device")
+            if step == 1 and rank == who:
+                break  # as a rank that was killed, it only closes its connections
+            split.step(batch, lambda part: model(part.batch[0]).square().mean())
+    except (OSError, RuntimeError) as error:
+        said = last_words(error)
+    torch.save(said, folder / f"{rank}.pt")
