@@ -1,7 +1,8 @@
-"""accelerate's loops: its loaders hand batches on one later than they fetch them, and it gathers rows of all ranks."""
+"""Loaders of accelerate and timm, which hand batches on one later than they fetch them, and accelerate's gathering."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,16 @@ from ..torch_rows.structure import each_tensor
 from .loops import Loop
 from .program import PROGRAM
 
+_LOADERS = {
+    "accelerate.data_loader": ("DataLoaderShard", "base_dataloader"),
+    "timm.data.loader": ("PrefetchLoader", "loader"),
+}
+
 
 def hook_loaders(module: Any) -> None:
-    """Take part in each loop over a prepared loader in which the program trains."""
-    wrap_function_wrapper(module, "DataLoaderShard.__iter__", _begin_loop)
+    """Take part in each loop over such a loader in which the program trains."""
+    name, inner = _LOADERS[module.__name__]
+    wrap_function_wrapper(module, f"{name}.__iter__", partial(_begin_loop, inner))
 
 
 def hook_accelerator(module: Any) -> None:
@@ -23,8 +30,8 @@ def hook_accelerator(module: Any) -> None:
     wrap_function_wrapper(module, "Accelerator.gather", _gather)
 
 
-def _begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    return Loop(loader.base_dataloader, wrapped, loader) if PROGRAM.trains() else wrapped(*arguments, **keywords)
+def _begin_loop(inner: str, wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+    return Loop(getattr(loader, inner), wrapped, loader) if PROGRAM.trains() else wrapped(*arguments, **keywords)
 
 
 def _gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:

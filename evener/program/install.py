@@ -13,6 +13,7 @@ _HOOKS = {  # module of the program's -> function of ours that is called with it
     "torch": "loops:hook_torch",
     "accelerate.data_loader": "accelerated:hook_loaders",
     "accelerate.accelerator": "accelerated:hook_accelerator",
+    "timm.data.loader": "accelerated:hook_loaders",
     "transformers.trainer": "trainers:hook_trainers",
 }
 

@@ -156,8 +156,10 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         places: set[int] = set()
         queue: list[Any] = [loss]
         known = {id(each) for each in self._batch}
+        reached = False
         while queue:
             tensor = queue.pop()
+            reached |= id(tensor) in known
             makers = self._made.get(id(tensor), ())
             if not makers and id(tensor) not in known:
                 many = tensor.ndim and len(tensor) == self._rows and self._reads
@@ -169,6 +171,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                     queue += _tensors((self._tape[place].arguments, self._tape[place].keywords))
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a DistributedDataParallel model"
+        if not reached:  # the loop fetches its batches ahead of their turn
+            return "its loss isn't computed from the batch that its loader gave last"
         return [self._tape[place] for place in sorted(places)]
 
     def _compare(self, loss: torch.Tensor, needed: list[WrittenCall]) -> str:

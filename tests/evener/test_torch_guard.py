@@ -91,6 +91,10 @@ OTHER: dict[str, tuple[Body, str]] = {
     "contrastive": (contrastive, "can't be computed again"),
     "mined": (mined, "can't be followed"),
     "read back": (read_back, "can't be followed"),
+    "another batch": (
+        lambda model, _, __: functional.cross_entropy(model(torch.randn(ROWS, 5)), torch.arange(ROWS) % 3),
+        "from the batch that its loader gave last",
+    ),
     "a standard deviation": (lambda model, x, _: model(x).std(0).sum(), "isn't a mean over rows"),
     "no model": (lambda _, x, __: (x * torch.ones((), requires_grad=True)).mean(), "isn't computed from"),
     "a loop over rows": (

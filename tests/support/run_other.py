@@ -92,9 +92,25 @@ PROGRAMS |= {
         ddp(), DataLoader(points(), batch_sampler=BatchSampler(DistributedSampler(points()), BATCH, True))
     ),
     "no batches": lambda: learn(ddp(), DataLoader(Singles(), batch_size=None, sampler=DistributedSampler(points()))),
+    "batches fetched early": lambda: learn(ddp(), Early(load())),
     "a communication hook": lambda: learn(hooked(ddp()), load()),
     "rows that count fetches": lambda: learn(ddp(), load(Counted())),
 }
+
+
+class Early:
+    """A loader's batches, each one fetched while the one before is trained."""
+
+    def __init__(self, loader: Any) -> None:
+        self.sampler, self._loader = loader.sampler, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = None
+        for fetched in self._loader:
+            if batch is not None:
+                yield batch
+            batch = [each.clone() for each in fetched]
+        yield batch
 
 
 class Singles(Dataset[Any]):
