@@ -57,6 +57,7 @@ def main() -> None:
         )
     )
     save(llama, tokenizer, folder / "llama")
+    save(llama.double(), tokenizer, folder / "llama64")
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
     save(BertForSequenceClassification(BertConfig(**sizes, **marks, **still)), tokenizer, folder / "bert-base-cased")
     turns = [

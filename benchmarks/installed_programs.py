@@ -105,6 +105,12 @@ PROGRAMS = {
         f" --use_cpu {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
         TRAINERS,
     ),
+    "run_clm64": Program(
+        "hf",
+        "{src}/run_clm.py --model_name_or_path {inputs}/llama64 --dtype auto --train_file {inputs}/text.txt --do_train"
+        f" --block_size 32 --max_train_samples 128 --use_cpu {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
+        TRAINERS,
+    ),
     "nlp_example": Program(
         "hf", "{src}/accelerate/examples/nlp_example.py --cpu", ("accelerate",), optimizers=(("adamw", ""),)
     ),
@@ -140,17 +146,25 @@ PROGRAMS = {
     "timm": Program(
         "hf",
         "{src}/timm/train.py --data-dir {inputs}/images --val-split train --device cpu --model vit_tiny_patch16_224"
-        " --img-size 32 --gp avg --model-kwargs patch_size=8 depth=2 embed_dim=48 num_heads=3 class_token=False"
-        " --num-classes 2 -b 4 --epochs 1 --warmup-epochs 0 --sched step --decay-epochs 100"
+        " --input-size 3 32 32 --gp avg --model-kwargs img_size=32 patch_size=8 depth=2 embed_dim=48 num_heads=3"
+        " class_token=False --num-classes 2 -b 4 --epochs 1 --warmup-epochs 0 --sched step --decay-epochs 100"
         " --lr {rate} --opt {optimizer} --no-aug --workers 1 --output out",
         ("timm",),
         optimizers=(("sgd", "0.05"), ("adamw", "1e-3")),
     ),
+    "lightning": Program(
+        "hf",
+        "{here}/lightning_boring.py {optimizer} {rate}",
+        ("lightning",),
+        optimizers=(("sgd", "0.05"), ("adamw", "1e-3")),
+    ),
     "ultralytics": Program(
         "ul",
-        "{src}/ultralytics_train.py",
+        "yolo classify train data={inputs}/images model=yolo11n-cls.yaml imgsz=32 epochs=2 batch=8 device=cpu val=False"
+        " plots=False workers=0 project=out pretrained=False optimizer={optimizer} lr0={rate}",
         ("ultralytics",),
-        optimizers=(("sgd", "0.01"),),
+        optimizers=(("SGD", "0.01"),),
+        own="torchrun --nproc-per-node 2 --no-python {words}",
     ),
 }
 
@@ -171,7 +185,13 @@ def main() -> None:
 def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) -> None:
     """Train one program by one optimizer, its own way and by shares."""
     program = PROGRAMS[name]
-    places = {"inputs": options.inputs, "src": options.environments / "src", "rate": rate, "optimizer": optimizer}
+    places = {
+        "inputs": options.inputs,
+        "src": options.environments / "src",
+        "here": Path(__file__).parent,
+        "rate": rate,
+        "optimizer": optimizer,
+    }
     own = Start(program, options, places, f"{name}-{optimizer}-own").run()
     print(f"{name} {optimizer}: {own.versions()}; own launcher: {own.ended()}", flush=True)
     for way in options.ways.split(","):
