@@ -337,3 +337,13 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     assert balance_lines._versus(plan, rival) == "+29.3 %"
     assert balance_lines._versus(plan, rival._replace(tie=True)) == "tie"
     assert balance_lines._versus(plan, rival._replace(high=140.0)) == ""
+
+
+@pytest.mark.parametrize("width", [*range(48, 70), 80])
+def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
+    """A gain of three figures is wider than most: 1734 samples must not become 173."""
+    rival = RivalRate("best single device", 2314.0, 2294.0, 2334.0, (1734, 0, 0, 0), "SIM:0")
+    best = RivalRate("best so far", 5613.0, 5591.0, 5635.0, (1472, 1193, 617, 590))
+    row = balance_lines._rival_line(rival, best, width, UNICODE, ()).text.rstrip()
+    assert "+142.6 %" in row
+    assert row.endswith((rival.where, UNICODE.ellipsis))

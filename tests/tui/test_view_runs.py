@@ -11,6 +11,7 @@ from evener.balancer.journal import Header
 from evener.balancer.request import Request
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import RunSummary, StoredRun
+from evener.tui.view import runs
 from evener.tui.view.cells import span_cells
 from evener.tui.view.marks import UNICODE
 from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
@@ -106,3 +107,9 @@ def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     """Whether it is over or going on."""
     rows = [row.text for row in plan_lines(_run(script, None), 30, 9, UNICODE)]
     assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(23, "keras_maxer (simulated)"), (16, "keras_maxer"), (8, "keras_m…")])
+def test_a_workload_is_cut_only_where_its_own_name_has_no_room(width: int, shown: str) -> None:
+    run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
+    assert [span.text for span in runs._workload(run, width, UNICODE)] == [shown]

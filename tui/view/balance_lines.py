@@ -128,9 +128,9 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, draw
         Span(f" {error:<7}", "dim"),
         *drawn,
         Span(f" {versus:<7} ", _versus_tone(versus)),
-        Span(cut(each.where, max(1, min(22, width - 45)), marks.ellipsis), "dim"),
     )
-    return Line(pad(spans, width))
+    left = width - span_cells(spans)
+    return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left)), marks.ellipsis), "dim")), width))
 
 
 def _versus(best: RivalRate, each: RivalRate) -> str:

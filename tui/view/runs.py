@@ -13,7 +13,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun
 
 from ..text.formatting import note_words, plain
 from .balance_lines import rival_lines, share_lines, warning_lines
-from .cells import Line, Span, Tone, cut, line, text_lines
+from .cells import Line, Span, Tone, cells, cut, line, text_lines
 from .marks import Marks
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
@@ -40,7 +40,8 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def _workload(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
-    text = row.named_workload.rpartition("/")[2] or row.trouble  # of a file, its name
+    names = (each.rpartition("/")[2] for each in (row.named_workload, row.workload))  # of a file, its name
+    text = next((name for name in names if cells(name) <= width), row.workload.rpartition("/")[2]) or row.trouble
     return (Span(cut(plain(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
 
 
