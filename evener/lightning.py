@@ -72,7 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         super().__init__(**options)
         self._split, self._passes, self._weights = split, passes, weights
         self._reporter, self._rebalancing, self._count, self._checks = reporter, rebalancing, count, check
-        weights.weighed_by_trainer = True
+        weights.weigh = "trainer"
         self.trains = False
         self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
@@ -109,23 +109,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         if trains:  # layers are those that train only now
             self._retry = Passes(self._split.rank, self.root_device, self._reporter.reporter.note_retreat)
             self._retry.check = lambda part, rows: check_module_part(self, self._weights, part, rows)
-            self._exchanges = self._take_over()
+            # in place of DistributedDataParallel's own sums, which can't be taken up again after an error
+            self._exchanges = self._weights.take_on(self.model)
             rows = [even(share, self._passes) for share in self._split.shares]
             largest = max(map(max, rows)) if self._passes > 1 else None
             check_normalization(self.model, "loss", self._split.world, largest, min(map(min, rows)))
-
-    def _take_over(self) -> list[Exchange]:
-        """An exchange in place of DistributedDataParallel's own sums, which can't be taken up again after an error."""
-        if not self.lightning_module.automatic_optimization:
-            self._retry.final = (
-                "training_step takes the steps of its optimizers itself",
-                "Use automatic optimization, or split.step in a loop of your own.",
-            )
-            return []
-        exchanges = self._weights.take_on(self.model)
-        for exchange in exchanges:
-            exchange.weigh(1.0 / self._split.world)
-        return exchanges
 
     def configure_ddp(self) -> None:
         """DistributedDataParallel where others train too."""
@@ -225,7 +213,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Compute the first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
         self._arguments = arguments
         self._figures.begin()
-        self._turns = self._retry.take(self._parts, [self.model], self._exchanges, begins=self._begins, move=False)
+        again = self._exchanges  # of passes that can be computed again
+        if not self.lightning_module.automatic_optimization:
+            again, self._retry.final = [], _MANUAL
+        self._turns = self._retry.take(self._parts, [self.model], again, begins=self._begins, move=False)
         self._begins = False
         return self._take_next()
 
@@ -284,17 +275,22 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _go_backward(self, part: Part, loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         weighed = loss * (part.weight * self._split.world)
         part.computed = True
-        if not self._exchanges:
-            self._reporter.timer.end_pass(weighed)
-            self._figures.end(part)
-            return super().backward(weighed, optimizer, *args, **kwargs)
         module, precision = self.lightning_module, self.precision_plugin
+        self.pre_backward(weighed)
         weighed = precision.pre_backward(weighed, module)
         self._retry.open()
         precision.backward(weighed, module, optimizer, *args, **kwargs)
         self._retry.close()
         self._figures.end(part)
         return precision.post_backward(weighed, module)
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Let the sums of gradients know of a loss, which in manual optimization comes inside the forward pass."""
+        if not self._exchanges:
+            super().pre_backward(closure_loss)
+        elif not self.lightning_module.automatic_optimization and self._split.world > 1:
+            for exchange in self._exchanges:
+                exchange.watch([closure_loss], self.model.require_backward_grad_sync)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """A step of the optimizer, whose first one needs room for its state: DeviceError before it moves a weight."""
@@ -311,6 +307,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as DDPStrategy does; in a pass, the global batch's figure over the passes so far."""
         return self._figures.reduce(tensor, group, reduce_op)
+
+
+_MANUAL = (  # why a failed pass isn't computed again, and what to do
+    "training_step takes the steps of its optimizers itself",
+    "Use automatic optimization, or split.step in a loop of your own.",
+)
 
 
 def _loss_of(result: Any) -> Any:

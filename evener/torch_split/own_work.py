@@ -189,17 +189,6 @@ class StepTimer:
         if before != SUM:
             self._enter(before, SUM)
 
-    def end_own_work(self) -> None:
-        """Called in a backward pass, which waits for other ranks from now until it ends."""
-        self.note_gradients()
-        # what is queued first is called first: DistributedDataParallel queues its waiting after the last gradient
-        _at_the_end(lambda: _at_the_end(self.note_backward))
-
-    def end_pass(self, loss: Any) -> None:
-        """Call `end_own_work` at the end of the backward pass of `loss`, before it waits for other ranks."""
-        if self.has_own_work and loss.requires_grad:
-            loss.register_hook(lambda _: _at_the_end(self.end_own_work))
-
     def now(self) -> tuple[int, Doing]:
         """The number of batches begun, and what the loop is doing now; a GPU may be behind it."""
         doing = self._marks[-1][0] if self._marks else BETWEEN if self._asked is None else INPUT
@@ -329,11 +318,6 @@ class StepReporter:
 
 
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
-
-
-def _at_the_end(call: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that runs."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _note_update(*_: Any) -> None:

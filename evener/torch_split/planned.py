@@ -159,7 +159,7 @@ class PlannedTraining:
 
     def watch_optimizers(self) -> None:
         """Have optimizers refuse gradients that nothing has weighted, unless a trainer's adapter weighs losses."""
-        if self.world > 1 and self.weights.weigh != "trainer" and not self.weights.weighed_by_trainer:
+        if self.world > 1 and self.weights.weigh != "trainer":
             OPTIMIZER_CHECK.trainer = self._reference
 
     def end(self) -> None:

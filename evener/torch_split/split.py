@@ -249,7 +249,7 @@ class Split:
     def scale(self, loss: Any) -> Any:
         """The mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact; for `weigh="loss"`."""
         self._weights.refuse_in_parts("scale")
-        if self.weigh != "loss" or self._strategy is not None:
+        if self._weights.weigh != "loss":
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
         return self._weights.scale(loss)
 
@@ -274,8 +274,7 @@ class Split:
         self._weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
-        by_loss = self.weigh == "loss" or self._strategy is not None
-        return gather_rows(rows, self._weights.sizes, self.rank, by_loss, self._planned.timer)
+        return gather_rows(rows, self._weights.sizes, self.rank, self._weights.by_loss, self._planned.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""

@@ -45,12 +45,16 @@ class BatchWeights:
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
-        self.weighed_by_trainer = False  # gradients, by Lightning's strategy
-        self.in_pass = False  # of that strategy's, where shares take several
+        self.in_pass = False  # of a trainer's, where shares take several
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
-        self._rank, self._by_loss = shares.rank, weigh != "gradients"
+        self._rank = shares.rank
         self.timer = timer
         self._scaled_pass: int | None = None  # the backward pass in which a scaled loss was seen last
+
+    @property
+    def by_loss(self) -> bool:
+        """True if losses are weighted, and gradients are to be their mean over the ranks."""
+        return self.weigh != "gradients"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -73,7 +77,7 @@ class BatchWeights:
         if found is None:
             model = found = wrap_module(model, device, dict(options))
         elif getattr(found, "exchange", None) is None:
-            take_over(found, self._by_loss)
+            take_over(found, self.by_loss)
         if self.weigh == "loss":
             model_checks.check_first_gradient(model, self._check_scaled)
         self._listen(model, getattr(found, "exchange", None))
@@ -100,7 +104,7 @@ class BatchWeights:
         model_checks.watch_frozen(model)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.done = self._note_ready, self._note_sum
-        if self._by_loss:
+        if self.by_loss:
             exchange.weigh(1.0 / self.shares.world)
         self._exchanges.add(exchange)
 
@@ -118,7 +122,7 @@ class BatchWeights:
         """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""
         if isinstance(batch, RequestError):
             raise batch
-        if batch is None or self._by_loss:
+        if batch is None or self.by_loss:
             return
         if before is not batch and before is not None and not before.mixes_with(batch):
             raise RequestError(
@@ -151,7 +155,7 @@ class BatchWeights:
     def open_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of this batch."""
         self.refuse_in_parts("parts")
-        if self.weighed_by_trainer:
+        if self.weigh == "trainer":
             raise RequestError(
                 "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
                 "Compute all of the batch in training_step.",
@@ -161,7 +165,7 @@ class BatchWeights:
 
     def scale_part(self, loss: Any) -> Any:
         """A pass's part of the loss, as `scale` has it where gradients aren't weighted."""
-        return self.scale(loss) if self._by_loss else loss
+        return self.scale(loss) if self.by_loss else loss
 
     def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
         """The models that exchange gradients: those given, else all that are wrapped."""
@@ -275,7 +279,7 @@ class BatchWeights:
 
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
-        if not self._by_loss:
+        if not self.by_loss:
             _check_weighted(parameters, exchanged_parameters())
         elif self._scaled_pass is None:
             raise _scale_forgotten()
