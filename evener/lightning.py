@@ -19,11 +19,9 @@ from .torch_rows.sampler import UnevenBatchSampler
 from .torch_rows.structure import cut_rows
 from .torch_split.batch import Part, weigh_by_count
 from .torch_split.checks import check_memory
-from .torch_split.collectives import add_up
 from .torch_split.exchange import Exchange
-from .torch_split.planned import PlannedTraining, Rebalancing
+from .torch_split.planned import PlannedTraining
 from .torch_split.retry import Passes
-from .torch_split.weights import BatchWeights
 from .torch_split.wrapped import check_normalization
 
 try:
@@ -60,19 +58,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def __init__(
         self,
-        split: Any,
+        planned: PlannedTraining,
         passes: int,
-        weights: BatchWeights,
-        reporter: PlannedTraining,
-        rebalancing: Rebalancing | None,
         count: Callable[[Part], Any] | None,
         check: bool,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._split, self._passes, self._weights = split, passes, weights
-        self._reporter, self._rebalancing, self._count, self._checks = reporter, rebalancing, count, check
-        weights.weigh = "trainer"
+        self._planned, self._passes, self._count, self._checks = planned, passes, count, check
+        planned.weights.weigh = "trainer"
         self.trains = False
         self._rows = 0  # of the current global batch
         self._parts: list[Part] = []  # of this rank's share of it
@@ -88,14 +82,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     @property
     def root_device(self) -> Any:
         """The device of this rank's share."""
-        return self._split.device
+        return self._planned.device
 
     def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> StepLoader:
         """The training data of this rank."""
         loader = ShareLoader(self, dataset, rows, options)
-        if self._rebalancing is not None:
-            self._rebalancing.fix_passes([self._passes] * self._split.world)
-            self._rebalancing.add(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
+        if self._planned.rebalancing is not None:
+            self._planned.rebalancing.fix_passes([self._passes] * self._planned.world)
+        self._planned.follow(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
         return loader
 
     def setup(self, trainer: Any) -> None:
@@ -105,19 +99,19 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._check(trainer)
         super().setup(trainer)
         self.trains = trains
-        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._reporter.timer)
+        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._planned.timer)
         if trains:  # layers are those that train only now
-            self._retry = Passes(self._split.rank, self.root_device, self._reporter.reporter.note_retreat)
-            self._retry.check = lambda part, rows: check_module_part(self, self._weights, part, rows)
+            self._retry = Passes(self._planned.rank, self.root_device, self._planned.reporter.note_retreat)
+            self._retry.check = lambda part, rows: check_module_part(self, self._planned.weights, part, rows)
             # in place of DistributedDataParallel's own sums, which can't be taken up again after an error
-            self._exchanges = self._weights.take_on(self.model)
-            rows = [even(share, self._passes) for share in self._split.shares]
+            self._exchanges = self._planned.weights.take_on(self.model)
+            rows = [even(share, self._passes) for share in self._planned.shares.batches]
             largest = max(map(max, rows)) if self._passes > 1 else None
-            check_normalization(self.model, "loss", self._split.world, largest, min(map(min, rows)))
+            check_normalization(self.model, "loss", self._planned.world, largest, min(map(min, rows)))
 
     def configure_ddp(self) -> None:
         """DistributedDataParallel where others train too."""
-        if self._split.world > 1:
+        if self._planned.world > 1:
             super().configure_ddp()
 
     def teardown(self) -> None:
@@ -157,9 +151,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "LBFGS goes by the loss of the whole batch, and a plan with passes has only a pass's at a time.",
                 "Use a plan without passes (evener balance --micro off), or another optimizer.",
             )
-        alone = self._split.world * self._passes == 1
+        alone = self._planned.world * self._passes == 1
         if self._checks and not alone and self.lightning_module.automatic_optimization:
-            with self._weights.checking():
+            with self._planned.weights.checking():
                 found = check_module_loss(self, given[0], self._count)
                 self._retry.checked = found and not self._searches
 
@@ -183,14 +177,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         loader: ShareLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
         sizes = loader.take(batch_idx)
-        self._reporter.begin(sizes)
-        self._reporter.report(self._split.rows)
-        self._trainer._results.batch_size = self._split.rows
+        self._planned.begin(sizes)
+        self._planned.report()
+        self._trainer._results.batch_size = sizes[self._planned.rank]
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
         """The passes of this rank's share; a pass without rows gets one row that counts nothing."""
-        rank = self._split.rank
+        rank = self._planned.rank
         rows = max(1, sizes[rank])
         parts = []
         for start, stop in bounds(even(sizes[rank], self._passes)):
@@ -198,16 +192,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             piece = batch if self._passes == 1 else cut_rows(batch, first, end, rows)
             parts.append(Part(piece, stop - start, (stop - start) / rows, lambda loss: loss))
         if self._count is not None:
-            weigh_by_count(parts, self._count_rows, sizes, rank, self._add_up)
+            weigh_by_count(parts, self._count_rows, sizes, rank, self._planned.add_up)
         for part in parts:
             part.weight = part.weight * gradient_weight(sizes, rank)  # of the global batch
         return parts
 
     def _count_rows(self, part: Part) -> Any:
         return self._count(part) if part.rows and self._count else 0
-
-    def _add_up(self, own: torch.Tensor) -> torch.Tensor:
-        return add_up(own, self.root_device, self._split.world, self._reporter.timer)
 
     def training_step(self, *arguments: Any) -> Any:
         """Compute the first pass of the batch; the others follow in `backward`, as each one's memory is free again."""
@@ -236,13 +227,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         _, *others = self._arguments
         batch = part.batch if self._passes == 1 else super().batch_to_device(part.batch)
         rows = part.rows if self._count is None else part.weight * self._rows
-        self._weights.in_pass = self._passes > 1 or part.rows < part.planned
+        self._planned.weights.in_pass = self._passes > 1 or part.rows < part.planned
         try:
             with self._figures.counting(part, rows):
                 result = super().training_step(batch, *others)
                 return self._share_loss(result) if self._searches else result
         finally:
-            self._weights.in_pass = False
+            self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
         """A loss with the same gradients but the whole batch's figure, so that all ranks take the same decisions."""
@@ -273,7 +264,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def _go_backward(self, part: Part, loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        weighed = loss * (part.weight * self._split.world)
+        weighed = loss * (part.weight * self._planned.world)
         part.computed = True
         module, precision = self.lightning_module, self.precision_plugin
         self.pre_backward(weighed)
@@ -288,7 +279,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Let the sums of gradients know of a loss, which in manual optimization comes inside the forward pass."""
         if not self._exchanges:
             super().pre_backward(closure_loss)
-        elif not self.lightning_module.automatic_optimization and self._split.world > 1:
+        elif not self.lightning_module.automatic_optimization and self._planned.world > 1:
             for exchange in self._exchanges:
                 exchange.watch([closure_loss], self.model.require_backward_grad_sync)
 

@@ -96,7 +96,7 @@ class Split:
         self._planned.guards = guard and self.world > 1
         self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
-        weakref.finalize(self, self._planned.reporter.close)  # a split that is dropped reports no more
+        weakref.finalize(self._planned, self._planned.reporter.close)  # a training that is dropped reports no more
 
     def __repr__(self) -> str:
         return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
@@ -200,8 +200,8 @@ class Split:
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
-        given = (self._weights, self._planned, self._planned.rebalancing, count, check)
-        self._strategy = kind(self, max(map(count_passes, self.shares, self.micros)), *given, **options)
+        passes = max(map(count_passes, self.shares, self.micros))
+        self._strategy = kind(self._planned, passes, count, check, **options)
         return self._strategy
 
     def wrap(self, model: Model, **options: Any) -> Model | Exchanged:
