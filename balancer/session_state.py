@@ -11,7 +11,7 @@ from evener.devices.types import Device
 from evener.plan.file import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from .result.gains import is_comparable, printed_gain
+from .result.rivals import is_comparable, printed_gain
 from .search.layouts import is_even
 from .types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
 

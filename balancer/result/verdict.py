@@ -1,4 +1,4 @@
-"""The verdict of a search: what to do and why, as findings whose sentences follow each other."""
+"""The verdict of a search, what to do and why, and the next steps: findings whose sentences follow each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from evener.devices.types import Device
+from evener.plan.file import Plan
 from evener.shares.costs import Cost
 
 from ..families import FAMILIES
@@ -16,9 +17,8 @@ from ..number_format import relative_error
 from ..search.layouts import is_even
 from ..search.search import Search
 from ..types import Finding, Interval, Layout, Result, Timed
-from .gains import is_certain, is_rough, printed_gain
 from .layout_names import list_shares
-from .rivals import Rival, describe_rivals, find_larger, find_own_family
+from .rivals import Rival, describe_rivals, find_larger, find_own_family, is_certain, is_rough, printed_gain
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass
@@ -260,3 +260,22 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
 
 def _error(figure: Interval) -> float:
     return relative_error(figure.value, figure.low, figure.high)
+
+
+def find_next_steps(run: str, plan: Plan, path: str, interrupted: bool, measured: bool) -> list[Finding]:
+    """The steps after a search; `path` is the plan's file, if it was written. `measured`: this session measured any."""
+    write = Finding("next.written", {"path": path}) if path else Finding("next.export", {"run": run})
+    steps = [write, *find_training_step(plan, path or "plan.toml")]
+    if interrupted:
+        return [*steps, Finding("next.resume", {"run": run})]
+    return steps if measured else [*steps, Finding("next.extend", {"run": run})]
+
+
+def find_training_step(plan: Plan, path: str) -> list[Finding]:
+    """The command that trains by a plan in this file; none without a script to launch."""
+    active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
+    simulated = any(share.device.startswith("sim-") for share in active)
+    if not plan.layout.traits.by_shares or simulated or not script:
+        return []
+    hosts = [host for host in dict.fromkeys(share.host for share in active) if host]
+    return [Finding("next.train", {"command": ["evener", "launch", path, script], "hosts": hosts})]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.result.next_steps import find_training_step
+from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.devices.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError

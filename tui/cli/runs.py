@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from evener.balancer.number_format import duration, rate
-from evener.balancer.result.next_steps import find_training_step
+from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun

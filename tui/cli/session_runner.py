@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.result.next_steps import find_next_steps
+from evener.balancer.result.verdict import find_next_steps
 from evener.balancer.result.words import say_all
 from evener.balancer.session import Session
 from evener.balancer.types import Finding

@@ -17,7 +17,7 @@ from textual.widgets import Input
 
 import evener
 from evener.balancer.number_format import duration
-from evener.balancer.result.next_steps import find_training_step
+from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
-from evener.balancer.result.gains import is_certain, write_gain
+from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.store.trainings import TrainingRecord
 from evener.balancer.types import Interval
