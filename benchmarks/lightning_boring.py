@@ -8,7 +8,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 
-class Model(BoringModel):
+class Model(BoringModel):  # type: ignore[misc]  # lightning is not followed
     """The demo model with the optimizer that was asked for."""
 
     def configure_optimizers(self):  # type: ignore[no-untyped-def]

@@ -14,6 +14,8 @@ _HOOKS = {  # module of the program's -> function of ours that is called with it
     "accelerate.data_loader": "accelerated:hook_loaders",
     "accelerate.accelerator": "accelerated:hook_accelerator",
     "timm.data.loader": "accelerated:hook_loaders",
+    "accelerate.commands.launch": "launchers:hook_accelerate",
+    "torch.distributed.launcher.api": "launchers:hook_torchrun",
     "transformers.trainer": "trainers:hook_trainers",
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from tests.support.rank_server import RankServer, place_ranks
 from tests.support.torch_start import free_port
 
 skip_without("torch")
+ROOT = Path(__file__).resolve().parents[2]
 PARTS = "tests.support.run_parts"
 EXACT = [
     ("exact_loops", "penalty by row"),
@@ -57,3 +61,15 @@ def test_another_program_trains_as_by_its_own_launcher(
     kind, said = run(server, tmp_path, module, name)
     assert kind == "even"
     assert words in said
+
+
+def test_a_launcher_inside_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "inside.py").write_text(
+        "from torch.distributed.run import main\nmain(['--nproc-per-node', '2', 'train.py', '--epochs', '3'])"
+    )
+    command = [sys.executable, "-m", "evener", "run", "--devices", "cpu/2", "--", sys.executable, "inside.py"]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode, ended.stderr
+    assert ended.stderr.count("by torchrun, which evener run does in its place") == 1
+    assert "evener run -- train.py --epochs 3" in ended.stderr
