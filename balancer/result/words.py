@@ -268,6 +268,17 @@ SENTENCES = {
     "request.failed_run": "The run {run} failed, and nothing was measured: {why}.\nCorrect that and start a new run.",
     "request.other_devices": "The run {run} was measured on {before}; {where} has {here}.\n"
     "Resume it where it began, or start a new run.",
+    "request.text": "{option} {text!r} is not {kind}.\nWrite it like {example}.",
+    "request.words": "{text!r} is not a list of words.\nWrite it like solo,even,pack.",
+    "request.not_whole": "{option} {text!r} is not a whole number.\nGive samples, like 1024.",
+    "request.not_text": "--set {text!r} can't be stored as text.\nWrite it in UTF-8.",
+    "request.goes_with": "--max-slowdown goes with --objective {objectives}.\nAdd that, or leave --max-slowdown out.",
+    "request.both": "{first} and {second} can't be combined.\nGive one of them.",
+    "request.no_runs": "There are no runs yet.\nMake one with evener balance.",
+    "request.no_run": "There is no run {name!r}.\nThe last one is {last}; evener runs lists them.",
+    "request.no_run_name": "{name!r} is not the name of a run.\nList the runs with evener runs.",
+    "request.several_runs": "{count} runs begin with {name!r}.\nWrite more of it, as in {last}.",
+    "request.training_run": "The run {run} is a training, and measured nothing.\nSee evener runs show {run}.",
     # what to do then
     "remedy.smaller_batch": "Take at most {rows}{micro_off:unless} or other devices.",
     "remedy.device": "{text}",

@@ -22,6 +22,7 @@ from evener.system.state_folders import runs_folder
 
 from .. import journal
 from ..journal import EndedEntry, FailedEntry, Header, Record
+from ..result.words import refuse
 from ..types import Failed, Finding, Observation, Said
 from . import replay
 from .locks import is_running, lock_run
@@ -106,7 +107,7 @@ def find(name: str) -> str:
     searches = [run for run in _list_ids() if not _is_training(run)] if name == "last" else []
     run = searches[-1] if searches else find_any(name)
     if _is_training(run):
-        raise RequestError(f"The run {run} is a training, and measured nothing.", f"See evener runs show {run}.")
+        raise refuse(Finding("request.training_run", {"run": run}))
     return run
 
 
@@ -114,17 +115,17 @@ def find_any(name: str) -> str:
     """The search or training meant by a name; RequestError if none or several match."""
     runs = _list_ids()
     if not runs:
-        raise RequestError("There are no runs yet.", "Make one with evener balance.")
+        raise refuse(Finding("request.no_runs"))
     if name == "last":
         return runs[-1]
     if not _ID.fullmatch(name):
-        raise RequestError(f"{name!r} is not the name of a run.", "List the runs with evener runs.")
+        raise refuse(Finding("request.no_run_name", {"name": name}))
     matches = [name] if name in runs else [run for run in runs if run.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise RequestError(f"{len(matches)} runs begin with {name!r}.", f"Write more of it, as in {matches[-1]}.")
-    raise RequestError(f"There is no run {name!r}.", f"The last one is {runs[-1]}; evener runs lists them.")
+        raise refuse(Finding("request.several_runs", {"count": len(matches), "name": name, "last": matches[-1]}))
+    raise refuse(Finding("request.no_run", {"name": name, "last": runs[-1]}))
 
 
 def load_training(run: str) -> TrainingRecord | None:

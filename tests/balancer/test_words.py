@@ -143,7 +143,8 @@ def test_a_fault_s_codes_say_what_its_sentences_say(own_folder: Path, capsys: py
     shown = json.loads(capsys.readouterr().out)
     assert (shown["findings"]["faults"], shown["trouble"]) == (error["findings"], error["message"])
     assert run(["balance", "-d", "sim:gtx1080ti", "--budget", "soon", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["findings"] == [], "a wrong option has none"
+    (misread,) = json.loads(capsys.readouterr().out)["error"]["findings"]
+    assert (misread["code"], misread["values"]["option"]) == ("request.text", "--budget")
 
 
 def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(

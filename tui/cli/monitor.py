@@ -16,6 +16,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from evener.balancer.result.words import refuse
+from evener.balancer.types import Finding
 from evener.devices.recording import Recorder, Recording
 from evener.devices.registry import find_backend
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
@@ -69,7 +71,7 @@ def monitor(
             run_app(devices, theme=theme, replay=replay, ray_address=ray_address, serving=serving, **drawn)
         )
     if as_json and as_csv:
-        raise RequestError("--json and --csv can't be combined.", "Give one of them.")
+        raise refuse(Finding("request.both", {"first": "--json", "second": "--csv"}))
     pause = 1.0 if interval is None else _parse_interval(interval)
     loops = not once and bool(interval or record or metrics)
     newest: deque[Snapshot] = deque(maxlen=1)

@@ -11,6 +11,8 @@ import msgspec
 
 from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, that_trade_speed
 from evener.balancer.request import Request
+from evener.balancer.result.words import refuse
+from evener.balancer.types import Finding
 from evener.devices.registry import find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
@@ -56,11 +58,10 @@ def make_request(
 ) -> Request:
     """The request for these options; RequestError names the one that is wrong."""
     if framework not in (None, *_FRAMEWORKS):
-        raise RequestError(f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}.")
+        raise refuse(Finding("request.word", {"option": "--framework", "word": framework, "words": _FRAMEWORKS}))
     if max_slowdown is not None:
         if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
-            message = f"--max-slowdown goes with --objective {that_trade_speed()}."
-            raise RequestError(message, "Add that, or leave --max-slowdown out.")
+            raise refuse(Finding("request.goes_with", {"objectives": that_trade_speed()}))
         fields["max_slowdown"] = _parse_part(max_slowdown)
     return Request(
         workload=workload,
@@ -90,18 +91,23 @@ def _default_framework(workload: str | None) -> str:
     return _FRAMEWORKS[0] if own == "none" else own
 
 
+def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
+    """The fault of an option whose text isn't of this kind."""
+    return refuse(Finding("request.text", {"option": option, "text": text, "kind": kind, "example": example}))
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """`key=value` pairs; a value is a JSON scalar where it reads as one, else text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key:
-            raise RequestError(f"--set {pair!r} is not key=value.", "Write it like --set layers=4.")
+            raise _misread("--set", pair, "key=value", "--set layers=4")
         settings[key] = _parse_value(text)
         try:
             msgspec.json.encode({key: settings[key]})
         except (ValueError, OverflowError, RecursionError):
-            raise RequestError(f"--set {pair[:80]!r} can't be stored as text.", "Write it in UTF-8.") from None
+            raise refuse(Finding("request.not_text", {"text": pair[:80]})) from None
     return settings
 
 
@@ -119,7 +125,7 @@ def parse_indices(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise RequestError(f"-o {text!r} is not a list of device indices.", "Write it like -o 0,2.") from None
+        raise _misread("-o", text, "a list of device indices", "-o 0,2") from None
 
 
 def parse_words(text: str | None) -> list[str] | None:
@@ -128,7 +134,7 @@ def parse_words(text: str | None) -> list[str] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise RequestError(f"{text!r} is not a list of words.", "Write it like solo,even,pack.")
+        raise refuse(Finding("request.words", {"text": text}))
     return words
 
 
@@ -140,7 +146,7 @@ def parse_budget(text: str) -> float | None:
 def check_one_form(form: str, as_json: bool) -> None:
     """RequestError if a table in another form and JSON are both asked for."""
     if as_json and form != "table":
-        raise RequestError(f"--json and --format {form} can't be combined.", "Give one of them.")
+        raise refuse(Finding("request.both", {"first": "--json", "second": f"--format {form}"}))
 
 
 def parse_duration(text: str, name: str) -> float:
@@ -150,7 +156,7 @@ def parse_duration(text: str, name: str) -> float:
         given += "s"
     parts = _PART.findall(given)
     if not parts or _PART.sub("", given):
-        raise RequestError(f"{name} {text!r} is not a time.", "Write it like 90s, 10m, 1h30m or 30d.")
+        raise _misread(name, text, "a time", "90s, 10m, 1h30m or 30d")
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
@@ -192,7 +198,7 @@ def parse_samples(text: str, name: str) -> int:
     try:
         return int(text.replace(" ", ""))
     except ValueError:
-        raise RequestError(f"{name} {text!r} is not a whole number.", "Give samples, like 1024.") from None
+        raise refuse(Finding("request.not_whole", {"option": name, "text": text})) from None
 
 
 def _parse_number(text: str, name: str) -> float:
@@ -200,7 +206,7 @@ def _parse_number(text: str, name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise RequestError(f"{name} {text!r} is not a number.", "Write it like 0.5.") from None
+        raise _misread(name, text, "a number", "0.5") from None
 
 
 def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
