@@ -344,3 +344,11 @@ def test_a_process_that_names_no_device_is_a_row(script: Any) -> None:
 def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> None:
     row = _only(script, make_ranks(ids=("cpu", "cpu")))
     assert row.causes[0].text.startswith("Rank 1 takes 158 ms for its share")
+
+
+def test_of_a_file_that_trains_the_name_is_shown(script: Any) -> None:
+    """Its path is cut at the end, where the name is."""
+    reports = [msgspec.structs.replace(each, workload="/home/ada/work/models/train.py") for each in make_ranks()]
+    rows = join_trainings(_snapshot(script, reports))
+    for width in (60, 80, 120):
+        assert "train.py" in training_table(rows, width, 5, UNICODE)[0][1].text

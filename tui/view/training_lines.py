@@ -73,6 +73,11 @@ def _held_up(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(words if cells(words) <= width else cut(kinds, width, marks.ellipsis), "warn"),)
 
 
+def _name(row: TrainingRow) -> str:
+    """What trains, of a file its name: a narrow column would show the beginning of its path."""
+    return row.workload.rpartition("/")[2] or row.framework
+
+
 def _ranks(row: TrainingRow) -> str:
     there = len({rank.rank for rank in row.ranks}) if row.missing_ranks else len(row.ranks)
     return f"{there} of {there + row.missing_ranks}" if row.missing_ranks else str(there)
@@ -83,7 +88,7 @@ def _speed(number: float, marks: Marks) -> tuple[Span, ...]:
 
 
 _TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
-    Column("workload", ("workload",), 12, text_cell(lambda row: row.workload or row.framework, "strong"), "left"),
+    Column("workload", ("workload",), 12, text_cell(_name, "strong"), "left"),
     Column("framework", ("framework",), 10, text_cell(lambda row: row.framework, "dim"), "left"),
     Column("ranks", ("ranks",), 6, text_cell(_ranks)),
     Column("step", ("step",), 7, text_cell(lambda row: count_words(row.step))),
