@@ -7,6 +7,7 @@ out by shares without a word between the ranks. Nothing is changed before a firs
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -26,6 +27,8 @@ from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's
 
+_LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose figures are known
+
 
 def hook_torch(_: Any) -> None:
     """Know each DistributedDataParallel and each optimizer's steps, and take part in loops that train."""
@@ -34,6 +37,8 @@ def hook_torch(_: Any) -> None:
     register_optimizer_step_post_hook(PROGRAM.note_update)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap_function_wrapper(torch.nn.utils, name, _clip)
+    for name in ("all_reduce", "reduce", "all_gather", "all_gather_object"):
+        wrap_function_wrapper(torch.distributed, name, _exchange)
 
 
 def _make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
@@ -43,6 +48,12 @@ def _make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None
 
 def _clip(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     PROGRAM.note_clipping()
+    return wrapped(*arguments, **keywords)
+
+
+def _exchange(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        PROGRAM.note_exchange()
     return wrapped(*arguments, **keywords)
 
 

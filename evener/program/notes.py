@@ -64,6 +64,7 @@ class Notebook:
         self.settings = settings
         self.hooks = self.why = ""
         self.last_words = ""  # why, where nothing else was said by the end
+        self.warned: set[str] = set()
         self._training: Any = None
         self._first: StepFigures | None = None
         self._steps = 0
@@ -84,6 +85,12 @@ class Notebook:
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}")
+
+    def warn(self, words: str) -> None:
+        """Say once what the program does differently now."""
+        if words not in self.warned:
+            self.warned.add(words)
+            say(words)
 
     def _note_step(self, _: Any) -> None:
         self._steps += 1

@@ -23,6 +23,10 @@ NO_GROUP = (
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
 )
 CLIPPED = "each rank clips its own gradients before they are summed, so what is learned depends on the shares"
+EXCHANGED = (
+    "the program exchanges figures between its ranks itself; of losses that are means over a rank's own rows, the mean"
+    " is now slightly another, and so is what goes by it"
+)
 LOCAL = "its ranks step by gradients that they haven't exchanged"
 NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
 
@@ -95,6 +99,11 @@ class Program:
         self._fault = CLIPPED
         if self.training is not None:
             raise RequestError(f"Shares have left even, but {CLIPPED}.", "Clip once a step, after its last batch.")
+
+    def note_exchange(self) -> None:
+        """The program's own code exchanges something between its ranks, while a model trains."""
+        if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
+            self.notebook.warn(EXCHANGED)
 
     def begin(self, loop: Any) -> None:
         """A loop gets a batch."""

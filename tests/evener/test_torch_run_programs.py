@@ -63,6 +63,10 @@ def test_another_program_trains_as_by_its_own_launcher(
     assert words in said
 
 
+def test_a_program_that_goes_by_means_of_ranks_is_warned(server: RankServer, tmp_path: Path) -> None:
+    assert run(server, tmp_path, "other", "means of ranks")[0] == "warned"
+
+
 def test_a_launcher_inside_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "inside.py").write_text(
         "from torch.distributed.run import main\nmain(['--nproc-per-node', '2', 'train.py', '--epochs', '3'])"

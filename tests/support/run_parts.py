@@ -98,6 +98,7 @@ class Seen(msgspec.Struct):
     hooks: str = ""
     why: str = ""
     broke: str = ""
+    warned: bool = False
 
 
 def run_twice(folder: Path, rank: int, module: str, name: str, port: int) -> None:
@@ -124,6 +125,7 @@ def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any]) 
     from evener.program.program import PROGRAM
 
     notebook = PROGRAM.notebook
+    seen.warned = bool(notebook.warned)
     seen.hooks, seen.why = notebook.hooks, notebook.why or ("" if notebook.hooks else notebook.last_words)
     return seen
 
@@ -146,7 +148,7 @@ def _run(program: Callable[[], Any]) -> Seen:
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """A program's two runs, compared: `kind` is "by shares", "even", "ended" or "DIFFERENT"."""
+    """A program's two runs, compared: `kind` is "by shares", "even", "warned", "ended" or "DIFFERENT"."""
 
     kind: str
     difference: float  # in parts of the largest weight
@@ -169,5 +171,5 @@ def judge(folder: Path, near: float = 1e-9) -> Verdict:
     difference = max(pair[0] for pair in pairs) / max(pair[1] for pair in pairs)
     by_shares = bool(hooked.hooks)
     if not difference <= (near if by_shares else 1e-12):
-        return Verdict("DIFFERENT", difference, hooked.hooks or hooked.why)
+        return Verdict("warned" if hooked.warned else "DIFFERENT", difference, hooked.hooks or hooked.why)
     return Verdict("by shares" if by_shares else "even", difference, hooked.why)
