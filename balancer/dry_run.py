@@ -83,7 +83,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
     """
     alone = _keep_first(resolved)
     with (
-        lock_devices("", [] if resolved.request.share else alone.devices),
+        lock_devices("", alone.exclusive()),
         closing(make_prober(alone, error_file=new_error_file())) as prober,
     ):
         timed = _step(alone, prober, report, stop)

@@ -111,7 +111,7 @@ def timed_runs(
     NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
     """
     with (
-        lock_devices("", [] if resolved.request.share else [resolved.devices[i] for i in layout.active]),
+        lock_devices("", resolved.exclusive(layout.active)),
         contextlib.closing(make_prober(resolved, error_file=new_error_file())) as prober,
     ):
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)

@@ -70,8 +70,7 @@ def begin(job: Job) -> Run:
     """Begin a run; DeviceError if another session has the devices."""
     run = new_run_id()
     with ExitStack() as locks:
-        if not job.request.share:
-            locks.enter_context(lock_devices(run, job.devices))
+        locks.enter_context(lock_devices(run, job.exclusive()))
         header = Header(
             run,
             time.strftime(runs.CREATED, time.gmtime()),
@@ -116,8 +115,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         )
         found = take_in(wanted)
         _check_devices(header, found)
-        if not request.share:
-            locks.enter_context(lock_devices(run, found.devices))
+        locks.enter_context(lock_devices(run, found.exclusive()))
         more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
         return Run(
             msgspec.structs.replace(found, devices=header.devices, largest_share=header.largest_share),

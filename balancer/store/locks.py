@@ -60,10 +60,10 @@ def is_running(run: str) -> bool:
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
     """Keep this user's and other users' sessions off the devices, each on its host; DeviceError if one has them.
 
-    Closing the stack releases the devices. Simulated ones aren't locked.
+    Closing the stack releases the devices.
     """
     with ExitStack() as held:
-        for host, own in group_by_host(each for each in devices if not find_backend(each.kind).simulated).items():
+        for host, own in group_by_host(devices).items():
             if host:
                 held.callback(find_agent(host).keep(lock_here, run, own).close)
             else:

@@ -28,9 +28,8 @@ class ProbeSession(EventThread):
     def __init__(self, request: Request, batches: Sequence[int]) -> None:
         super().__init__()
         self._resolved = take_in(request)
-        devices = self._resolved.devices
-        self._layout = choose_layout(len(devices), None, batches)
-        self._locks = lock_devices("", [] if request.share else [devices[i] for i in self._layout.active])
+        self._layout = choose_layout(len(self._resolved.devices), None, batches)
+        self._locks = lock_devices("", self._resolved.exclusive(self._layout.active))
         self._prober = make_prober(self._resolved, error_file=new_error_file())
 
     def close(self) -> None:
