@@ -85,6 +85,8 @@ class Bucket:
         sizes = [each.numel() for each in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         self._views = _cut(self.flat, parameters)
+        self._numbers = {place: number for number, place in enumerate(places)}
+        self.on_cpu = first.device.type == "cpu"
         self._flags = self.flat[sum(sizes) :]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
@@ -92,6 +94,17 @@ class Bucket:
         self._absent: list[int] = []  # without a gradient when it was gathered
         self.left = len(sizes)
         self.work: Any = None
+
+    def take(self, place: int) -> None:
+        """Make the gradient of a parameter a view as soon as it is there, while a CPU still has it in its cache."""
+        number = self._numbers[place]
+        parameter, view = self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        if gradient is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
+            return  # the last two kinds are refused as they are gathered
+        view.copy_(gradient)
+        parameter.grad = view
+        self._forget(number)
 
     def gather(self) -> None:
         """Make gradients views of the bucket, also where zero_grad had set them to None."""

@@ -223,7 +223,11 @@ class Exchange:
             self._order.append(place)
         bucket = self._bucket_of[place]
         bucket.left -= 1
-        if not bucket.left and not self.held.apart:
+        if self.held.apart:
+            return
+        if bucket.on_cpu:
+            bucket.take(place)
+        if not bucket.left:
             bucket.gather()
             if self._early and self._sync and not self.held.late:
                 self._send_complete()
