@@ -58,6 +58,7 @@ def with_plan(
     strict: bool = False,
     journal: bool = False,
     rebalance: bool = False,
+    noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
     """A subclass of `trainer_class` that trains by `plan`, or by that of evener launch; use it as the class itself.
@@ -67,8 +68,9 @@ def with_plan(
     the processes would train on evenly. `gradient_accumulation_steps=A` makes an optimizer step of A global
     batches. PlanError or RequestError as the trainer is made, or before its first step, if training by the plan
     wouldn't be exact; with `strict` also if the plan was measured on other devices, which is otherwise a warning. With
-    `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work.
-    `check=False` leaves out the check of what the loss is a mean over, and believes transformers.
+    `journal`, `evener runs` has the training's steps/s and restarts; with `rebalance`, shares follow own work; with
+    `noise`, the gradient's noise scale is measured (docs/learning.md). `check=False` leaves out the check of what the
+    loss is a mean over, and believes transformers.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -78,6 +80,7 @@ def with_plan(
         raise RequestError("No plan is given.", "Give one or ratios=, or start the script with evener launch.")
     options = {"plan": chosen, "ratios": ratios, "global_batch": global_batch, "strict": strict}
     made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance, "_checks": check}
+    made["_takes_noise"] = noise
     return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
 
 
@@ -87,6 +90,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _plan_options: dict[str, Any]
     _keeps_journal: bool
     _rebalances: bool
+    _takes_noise: bool
     _checks: bool
     args: Any
     state: Any
@@ -108,6 +112,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             strict=bool(self._plan_options["strict"]),
             journal=self._keeps_journal,
             rebalance=self._rebalances,
+            noise=self._takes_noise,
         )
         self._shares = shares = self._planned.shares  # that the plan has
         passes = shares.passes[shares.rank]
@@ -183,6 +188,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
         ranks = [self._batches.take(step) for step in steps]
         items = self._weigh([each for batch in batches for each in batch], sizes, list(map(sum, ranks)), device)
+        if self._planned.noise is not None:
+            self._planned.noise.accumulated = len(ranks)
         self._planned.timer.begin(ranks[0] if len(set(ranks)) == 1 else ())
         return batches, items
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ..learning.noise_scale import NoiseScale
 from ..system.state_folders import make_private
 
 LARGEST_FILE_BYTES = 64 << 10
@@ -90,6 +91,7 @@ class LiveRecord(msgspec.Struct, frozen=True):
     doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # the last one, in a sentence
+    noise: NoiseScale | None = None  # of the training's gradient; null: unknown
 
     def late_seconds(self, at_seconds: float) -> float:
         """Seconds for which the next record has been due."""

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from ..errors import RequestError
+from ..learning.noise_scale import NoiseScale
 from ..system.state_folders import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
@@ -64,6 +65,15 @@ class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entr
     line: str  # with the device, the step, the rows before and after, and the seconds it took
 
 
+class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
+    """The noise scale of the training's gradient so far."""
+
+    at: At
+    step: Count  # since the processes began
+    batch: Count  # rows of a step
+    scale: NoiseScale
+
+
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C, writes none."""
 
@@ -71,7 +81,7 @@ class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
     failure: str = ""  # the exception, its first line
 
 
-TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | RetreatEntry | EndEntry
+TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | RetreatEntry | NoiseEntry | EndEntry
 
 
 class TrainingJournal:
@@ -153,6 +163,8 @@ class TrainingJournal:
         if earlier is not None and record.updated_at > earlier.updated_at:
             steps = (record.step - earlier.step) / (record.updated_at - earlier.updated_at)
             self._append(SpeedEntry(record.updated_at, record.step, steps, steps * sum(self._shares)))
+        if record.noise is not None:
+            self._append(NoiseEntry(record.updated_at, record.step, sum(self._shares), record.noise))
 
     def _append(self, entry: TrainingEntry) -> None:
         content = msgspec.json.encode(entry) + b"\n"

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import RequestError
+from ..learning.noise_scale import NoiseScale
 from ..plan.file import Share
 from .files import (
     MOST_CHANGES,
@@ -99,6 +100,7 @@ class Details(NamedTuple):
     between_s: float = 0.0
     retreats: int = 0
     retreat: str = ""
+    noise: NoiseScale | None = None
 
 
 class _Point(NamedTuple):

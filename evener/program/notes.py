@@ -22,6 +22,7 @@ class ProgramSettings(msgspec.Struct, frozen=True):
     name: str  # of the program, for people
     strict: bool = False
     rebalance: bool = True
+    noise: bool = False
 
 
 class StepFigures(msgspec.Struct, frozen=True):
@@ -43,6 +44,7 @@ class RankNote(msgspec.Struct, frozen=True):
     first: StepFigures | None = None
     last: StepFigures | None = None
     retreats: int = 0  # passes that ran out of memory and were computed again
+    noise: str = ""  # a sentence of the noise scale
 
 
 def read_settings() -> ProgramSettings:
@@ -113,5 +115,7 @@ class Notebook:
         if self._training is not None:
             last = self._figures()
             first = self._first or last
-            note = msgspec.structs.replace(note, first=first, last=last, retreats=self._training.reporter.retreats)
+            noise = self._training.noise.describe() if self._training.noise else ""
+            retreats = self._training.reporter.retreats
+            note = msgspec.structs.replace(note, first=first, last=last, retreats=retreats, noise=noise)
         Path(self.settings.folder, f"{note.rank}.json").write_bytes(msgspec.json.encode(note))

@@ -152,7 +152,7 @@ class Program:
         try:
             follows = settings.rebalance
             found = find_shares(None, None, every[0].global_batch, {"rebalance": follows})
-            training = PlannedTraining(found, rebalance=follows, journal=True)
+            training = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
             for each in self.models:
                 if each.training:
                     training.wrap(each)

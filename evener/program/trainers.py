@@ -26,12 +26,14 @@ def _train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
 
 def _plan(trainer: Any) -> None:
     """Make the trainer's class one that trains by shares, or say why it stays what it is."""
-    own, before, follows = type(trainer), dict(vars(trainer)), PROGRAM.notebook.settings.rebalance
+    own, before, settings = type(trainer), dict(vars(trainer)), PROGRAM.notebook.settings
     global_batch = trainer._train_batch_size * dist.get_world_size()
     try:
         from ..huggingface import with_plan
 
-        planned = with_plan(own, global_batch=global_batch, journal=True, rebalance=follows)
+        planned = with_plan(
+            own, global_batch=global_batch, journal=True, rebalance=settings.rebalance, noise=settings.noise
+        )
         planned.__name__, planned.__qualname__ = own.__name__, own.__qualname__  # which programs print
         trainer.__class__ = planned
         trainer.begin_plan()

@@ -87,7 +87,7 @@ class Bucket:
         self._views = _cut(self.flat, parameters)
         self._numbers = {place: number for number, place in enumerate(places)}
         self.on_cpu = first.device.type == "cpu"
-        self._flags = self.flat[sum(sizes) :]
+        self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []

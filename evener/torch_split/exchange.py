@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
 from .collectives import make_buckets, note_own, own_collectives
+from .noise import NoiseSampler
 
 
 class Held:
@@ -119,6 +120,7 @@ class Exchange:
         self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
+        self.noise: NoiseSampler | None = None  # sees what is summed
         self._bytes, self._alone = bucket_bytes, alone
         self._buffers = [each for name, each in module.named_buffers() if name not in ignored]
         self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(self._buffers)
@@ -258,7 +260,11 @@ class Exchange:
         if self._sent == len(self._buckets):
             self.ready()
         note_own()
+        if self.noise is not None:
+            self.noise.add_own(bucket)
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        if self.noise is not None and self._sent == len(self._buckets):
+            self.noise.send(self.group)
 
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""
@@ -279,6 +285,8 @@ class Exchange:
             return
         for bucket in self._buckets:
             bucket.receive()
+        if self.noise is not None:
+            self.noise.receive(self._buckets)
         self._sent, self._unsent, self.ran = 0, False, True
         self.held.settle()
         if self._order is not None or self._spreads:

@@ -25,6 +25,7 @@ from ..live.reporter import Details, DeviceTimes, Reporter, middle, spread, sum_
 from ..plan.check import describe
 from ..training.retreat import Retreat, say
 from .collectives import own_collectives
+from .noise import NoiseSampler
 from .ranks import RankShares
 
 KEPT_STEPS = 25  # that medians are taken over
@@ -136,6 +137,8 @@ class StepTimer:
         self._alone = alone
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
+        self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: None  # hears of each batch, and of updates
+        self._updates = 0  # of optimizers
         self._marks: list[tuple[Doing, Any]] = []
         self._batches = 0  # that were begun
         self._computed = self._applied = False  # gradients of the batch
@@ -148,6 +151,7 @@ class StepTimer:
         self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
         self._computed = self._applied = False
+        self.begun(sizes, self._updates)
 
     def _enter(self, doing: Doing, *after: Doing) -> None:
         """Begin `doing` if one of `after` goes on."""
@@ -173,6 +177,7 @@ class StepTimer:
         if self._alone and self._marks and [doing for doing, _ in self._marks[-2:]] != [SUM, BETWEEN]:
             self.note_gradients()  # nothing else says that they are ready
         self._applied = True
+        self._updates += 1
         self._enter(UPDATE, SUM, BETWEEN)
 
     def note_updated(self) -> None:
@@ -255,8 +260,10 @@ class StepReporter:
     `shares` are those in force, and `timer` has the times of the steps.
     """
 
-    def __init__(self, shares: RankShares, timer: StepTimer, journal: bool = False) -> None:
-        self.shares, self._timer = shares, timer
+    def __init__(
+        self, shares: RankShares, timer: StepTimer, journal: bool = False, noise: NoiseSampler | None = None
+    ) -> None:
+        self.shares, self._timer, self._noise = shares, timer, noise
         self.changes: deque[ShareChange] = deque(maxlen=MOST_CHANGES)
         self.retreats, self.retreat = 0, ""  # passes that ran out of memory, and the last of them in words
         self._journal = None
@@ -314,6 +321,7 @@ class StepReporter:
             times.between_s,
             self.retreats,
             clean(self.retreat),
+            None if self._noise is None else self._noise.scale(),
         )
 
 

@@ -32,6 +32,7 @@ from .checks import OPTIMIZER_CHECK, REMEDY, check_part_loss, check_rows
 from .collectives import add_up, is_equal_everywhere
 from .ends import explain_at_exit
 from .guard import SINGLE, Guard
+from .noise import make_noise, refuse_noise
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
 from .retry import Passes
@@ -57,6 +58,7 @@ class PlannedTraining:
         strict: bool = False,
         journal: bool = False,
         rebalance: bool = False,
+        noise: bool = False,
         backend: str | None = None,
     ) -> None:
         self.rank, self.world, self.device = found.rank, found.world, found.device
@@ -67,7 +69,10 @@ class PlannedTraining:
         self.timer = make_timer(self.device, alone=self.world == 1)
         self.weights = BatchWeights(found, weigh, self.timer)
         self._reference = weakref.ref(self.weights)
-        self.reporter = StepReporter(found, self.timer, journal)
+        self.noise = self.weights.noise = make_noise(noise, self.world)
+        if self.noise is not None:
+            self.timer.begun = self.noise.begin
+        self.reporter = StepReporter(found, self.timer, journal, self.noise)
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
@@ -123,6 +128,8 @@ class PlannedTraining:
         check_exchange(model)
         self.timer.has_own_work = has_own_work(model, self.rebalancing is not None)
         if check_sharded(model, weigh):
+            if self.noise is not None:
+                raise refuse_noise("FSDP")
             self.weights.follow(model, self.device)
             return model
         model = self.weights.attach(model, self.device, options)

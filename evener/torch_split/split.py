@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 
 from ..errors import RequestError
+from ..learning.noise_scale import NoiseScale
 from ..plan.file import Plan
 from ..shares.whole_rows import count_passes
 from ..torch_rows.loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
@@ -60,8 +61,9 @@ class Split:
     split. `weigh="gradients"` changes nothing in the loop; `"loss"` needs `split.scale(loss).backward()` and leaves the
     model's communication hook free. PlanError, RequestError or DeviceError before anything starts if the plan can't be
     applied here; with `strict`, also if it was measured on other devices or with another model, a warning else. With
-    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `guard`, the loss of the
-    first batch is compared with those of its parts before its backward pass, RequestError where they don't add up. With
+    `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `noise`, `noise_scale` is
+    measured while they train: what a larger batch would cost (docs/learning.md). With `guard`, the loss of the first
+    batch is compared with those of its parts before its backward pass, RequestError where they don't add up. With
     `journal`, `evener runs` has the training's steps/s, changes of shares and restarts.
     """
 
@@ -77,6 +79,7 @@ class Split:
         strict: bool = False,
         backend: str | None = None,
         rebalance: bool = False,
+        noise: bool = False,
         journal: bool = False,
         guard: bool = False,
     ) -> None:
@@ -86,7 +89,7 @@ class Split:
         self.plan, self.rank, self.world, self.device = found.plan, found.rank, found.world, found.device
         self.weigh, self.strict = weigh, strict
         self._planned = PlannedTraining(
-            found, weigh, strict=strict, journal=journal, rebalance=rebalance, backend=backend
+            found, weigh, strict=strict, journal=journal, rebalance=rebalance, noise=noise, backend=backend
         )
         self._weights = self._planned.weights
         if guard and found.in_passes:
@@ -123,6 +126,11 @@ class Split:
         if batch is None:
             raise RequestError("No batch is in hand: split.rows is of the loader's batch.", "Read it inside the loop.")
         return batch.sizes[self.rank]
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The noise scale of the gradient so far, in rows, with its interval; None before enough steps."""
+        return None if self._planned.noise is None else self._planned.noise.scale()
 
     @property
     def weight(self) -> float:

@@ -18,6 +18,7 @@ from . import wrapped as model_checks
 from .batch import BatchTracker, TakenBatch
 from .collectives import average
 from .exchange import Exchange, exchanged_parameters
+from .noise import NoiseSampler, refuse_noise
 from .own_work import StepTimer
 from .ranks import RankShares
 from .wrapped import take_over, watch, wrap_module
@@ -45,6 +46,7 @@ class BatchWeights:
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
+        self.noise: NoiseSampler | None = None  # of the model that exchanges gradients
         self.in_pass = False  # of a trainer's, where shares take several
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = shares.rank
@@ -90,6 +92,8 @@ class BatchWeights:
             return [self._exchange_alone(model)]
         wrapper = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(wrapper, DistributedDataParallel):
+            if self.noise is not None:
+                raise refuse_noise("FSDP or another library")
             return []
         exchange = take_over(wrapper, by_loss=True)
         self._listen(model, exchange)
@@ -100,13 +104,28 @@ class BatchWeights:
         """Weigh what the exchange sums, and mark when it does."""
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
+            if self.noise is not None:
+                raise refuse_noise("DistributedDataParallel's communication hook or mixed_precision")
             return
+        if self.noise is not None:
+            self._sample(exchange)
         model_checks.watch_frozen(model)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.done = self._note_ready, self._note_sum
         if self.by_loss:
             exchange.weigh(1.0 / self.shares.world)
         self._exchanges.add(exchange)
+
+    def _sample(self, exchange: Exchange) -> None:
+        """Take the noise scale of this model's gradients, which may have been wrapped before."""
+        own = set(map(id, exchange.parameters))
+        for other in self._exchanges:
+            if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
+                raise RequestError(
+                    "Two models exchange gradients, and a noise scale is of one.", "Leave noise out, or wrap one model."
+                )
+            other.noise = None
+        exchange.noise = self.noise
 
     def _exchange_alone(self, model: Any) -> Exchange:
         if model not in self._alone:
@@ -122,6 +141,8 @@ class BatchWeights:
         """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""
         if isinstance(batch, RequestError):
             raise batch
+        if batch is not None and exchange.noise is not None:
+            exchange.noise.note(batch)
         if batch is None or self.by_loss:
             return
         if before is not batch and before is not None and not before.mixes_with(batch):

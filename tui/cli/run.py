@@ -32,6 +32,9 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="End the program if its shares can't leave even; else it trains evenly.")
     ] = False,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Measure the gradient's noise scale: what a larger batch costs in learning.")
+    ] = False,
     max_restarts: Annotated[
         int,
         typer.Option("--max-restarts", min=0, help="Times to start all again on what computes, if one is killed."),
@@ -53,7 +56,7 @@ def run(
         chosen.save(path)
         notes = Path(folder, "notes")
         notes.mkdir()
-        set_environment(ProgramSettings(str(notes), read.name, strict, not given))
+        set_environment(ProgramSettings(str(notes), read.name, strict, not given, noise))
         job = make_job(path, read.words, None, None, executable=read.executable)
         say(f"{read.name} starts on {', '.join(device.label for process in job.processes for device in process)}")
         with named_output(job.names) as output:

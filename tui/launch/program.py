@@ -180,7 +180,7 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
     retreats = sum(note.retreats for note in notes)
     if retreats:
         lines.append(f"{retreats} passes ran out of memory and were computed again in smaller ones")
-    return [line for line in lines if line]
+    return [line for line in (*lines, notes[0].noise) if line]
 
 
 def _cells(share: int, own_work_s: float) -> tuple[str, str]:

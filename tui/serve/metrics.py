@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, Snapshot, State
 from evener.errors import RequestError, as_request_error
+from evener.learning.noise_scale import ENDLESS
 from evener.live.files import LiveDevice, Training, clean
 
 from .address import Address, is_loopback, parse_address
@@ -145,6 +146,12 @@ _TRAININGS = (  # name, field of Training, help; 0 is unknown and left out, exce
     ("evener_plan_samples_per_second", "plan_samples_per_second", "Samples/s of the whole training by its plan."),
 )
 
+_NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left out
+    ("evener_noise_scale_rows", "rows", "Noise scale of the training's gradient."),
+    ("evener_noise_scale_low_rows", "low", "The lower end of its 95 % interval."),
+    ("evener_noise_scale_high_rows", "high", "The upper end of its 95 % interval."),
+)
+
 
 def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     """Every metric of this reading."""
@@ -189,6 +196,9 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
     for name, field, help_text in _TRAININGS:
         found = ((labels, getattr(each, field)) for labels, each in named.items())
         yield _gauge(name, help_text, TRAINING_LABELS, ((labels, got) for labels, got in found if got))
+    for name, field, help_text in _NOISE:
+        ends = ((labels, getattr(each.noise, field)) for labels, each in named.items() if each.noise is not None)
+        yield _gauge(name, help_text, TRAINING_LABELS, ((labels, rows) for labels, rows in ends if rows < ENDLESS))
 
 
 def _share_families(trainings: Mapping[Labels, Training], devices: Mapping[str, Device]) -> Iterator[Metric]:

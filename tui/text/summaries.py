@@ -10,7 +10,8 @@ from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.store.trainings import TrainingRecord
 from evener.balancer.types import Interval
-from evener.live.journal import ChangeEntry, EndEntry, RetreatEntry, SpeedEntry, StartEntry
+from evener.learning.noise_scale import describe
+from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry, SpeedEntry, StartEntry
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 
 from .formatting import energy_cells, folded, plain
@@ -114,8 +115,10 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
     yield plain(
         f"{training.state}, {duration(training.seconds)}" + (f": {training.failure}" * bool(training.failure)), 1000
     )
+    yield from _noise_words(training)
     said = 0.0
-    for entry, following in zip(training.entries, (*training.entries[1:], None), strict=True):
+    entries = [entry for entry in training.entries if not isinstance(entry, NoiseEntry)]
+    for entry, following in zip(entries, (*entries[1:], None), strict=True):
         match entry:
             case StartEntry():
                 yield plain(f"  {_clock(entry.at)}  {_start_words(entry)}", 1000)
@@ -133,6 +136,16 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
                 yield plain(f"  {_clock(entry.at)}  {line}", 1000)
             case EndEntry(failure=failure):
                 yield plain(f"  {_clock(entry.at)}  ended" + f": {failure}" * bool(failure), 1000)
+
+
+def _noise_words(training: TrainingRecord) -> Iterator[str]:
+    """The noise scale at the training's end, and at its beginning where that was surely another."""
+    found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
+    for entry in found[-1:]:
+        first = found[0].scale
+        moved = first.high < entry.scale.low or entry.scale.high < first.low
+        before = f"; at first {count_words(round(first.rows))}" if moved else ""
+        yield f"{describe(entry.scale, entry.batch, entry.step)}{before}"
 
 
 def _start_words(start: StartEntry) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
+from evener.learning.noise_scale import describe
 from evener.live.files import ShareChange
 
 from ..text.formatting import plain
@@ -203,6 +204,10 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
             marks.cursor,
             width,
         )
+    if row.noise is not None:
+        batch = sum(rank.share for rank in row.ranks)
+        said = describe(row.noise, batch, row.step)
+        lines += _marked(f"{said[0].upper()}{said[1:]}.", "text", marks.dot, width)
     for retreat in row.retreats:
         lines += _marked(f"{retreat}.", "warn", marks.alarm, width)
     for change in reversed(row.changes):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.devices.types import Snapshot
+from evener.learning.noise_scale import NoiseScale
 from evener.live.files import ShareChange, Training
 from evener.plan.layout import is_curve
 from evener.plan.solver import join_curves, proportional_curves
@@ -42,6 +43,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     advice: Advice | None  # shares that would be faster
     changes: tuple[ShareChange, ...]  # of the shares, oldest first
     retreats: tuple[str, ...] = ()  # of each rank that ran out of memory, the last one
+    noise: NoiseScale | None = None  # of its gradient
 
     @property
     def key(self) -> tuple[str, int]:
@@ -92,6 +94,7 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
         advice=_advice(places, step_s) if uneven else None,
         changes=max((each.changes for each in reports), key=len),
         retreats=tuple(each.retreat for each in reports if each.retreat),
+        noise=newest.noise,
     )
 
 

@@ -1,0 +1,118 @@
+"""What measuring the noise scale costs a step: turns with and without it, one after the other, in one training.
+
+    python -m benchmarks.gpu_noise [--turns 24] [--json FILE]
+
+A decoder-only model of 100 million parameters, in float32 under bfloat16 autocast, over NCCL on one GPU; where there is
+none, one of 2 million on one core, over gloo. A turn is 16 steps, and each figure the median of the ratios of a turn to
+the mean of its two neighbours. `every step` looks at each step, and the other way, as trainings do, at one of eight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.gpu_exchange import WORDS, Decoder
+from evener.torch_split.noise import EVERY, NoiseSampler
+from evener.torch_split.wrapped import watch, wrap_module
+from tests.support.torch_start import free_port
+
+STEPS = 16
+SIZE = (768, 13, 32, 256) if torch.cuda.is_available() else (128, 8, 16, 32)  # width, layers, rows, tokens
+
+
+class Training:
+    """Steps of one model, with a sampler or without."""
+
+    def __init__(self, device: torch.device) -> None:
+        width, layers, rows, tokens = SIZE
+        self.device = device
+        self.model: Any = wrap_module(Decoder(width, layers), device, {})
+        watch(self.model, device, lambda *_: None)
+        self.words = torch.randint(0, WORDS, (rows, tokens), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=device.type == "cuda")
+        self.steps = 0
+
+    def turn(self, noise: NoiseSampler | None) -> float:
+        """Seconds of a turn; of this process's CPU where there is no GPU."""
+        gpu = self.device.type == "cuda"
+        clock = time.perf_counter if gpu else time.process_time
+        self.model.exchange.noise = noise
+        if gpu:
+            torch.cuda.synchronize()
+        began = clock()
+        for _ in range(STEPS):
+            self._step(noise)
+        if noise is not None:
+            noise.scale()
+        if gpu:
+            torch.cuda.synchronize()
+        return clock() - began
+
+    def _step(self, noise: NoiseSampler | None) -> None:
+        self.steps += 1
+        if noise is not None:
+            noise.begin((SIZE[2], SIZE[2]), self.steps)  # as if another rank had as many rows
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
+            loss = nn.functional.cross_entropy(self.model(self.words).flatten(0, 1), self.words.flatten())
+        loss.backward()
+        self.optimizer.step()
+
+
+def compare(training: Training, every: int, turns: int) -> list[float]:
+    """The ratio of each turn with noise to the mean of those beside it without."""
+    noise = NoiseSampler(every=every)
+    training.turn(noise)
+    times = [training.turn(noise if turn % 2 else None) for turn in range(2 * turns + 1)]
+    return [2 * times[i] / (times[i - 1] + times[i + 1]) for i in range(1, len(times), 2)]
+
+
+def main() -> None:
+    """Print the cost of each way."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+    device = torch.device("cuda:0" if gpu else "cpu")
+    if not gpu:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+    training = Training(device)
+    millions = sum(each.numel() for each in training.model.parameters()) / 1e6
+    training.turn(None)
+    step_ms = training.turn(None) / STEPS * 1e3
+    found: dict[str, Any] = {"millions": millions, "step_ms": step_ms}
+    for way, every, turns in (
+        (f"one step of {EVERY}", EVERY, given.turns),
+        ("every step", 1, max(4, given.turns // 3)),
+    ):
+        ratios = sorted(compare(training, every, turns))
+        low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+        found[way] = {"median": statistics.median(ratios), "middle half": (low, high)}
+        print(
+            f"{millions:.0f} M parameters, {step_ms:.1f} ms a step, {way}: {statistics.median(ratios) - 1:+.2%}"
+            f" ({low - 1:+.2%} to {high - 1:+.2%})",
+            file=sys.stderr,
+            flush=True,
+        )
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

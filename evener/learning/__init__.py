@@ -1,0 +1,1 @@
+"""Arithmetic of what a batch is worth in learning."""

@@ -1,0 +1,172 @@
+"""The noise scale of a training's gradient, from squared norms: at how many rows a batch stops being worth its rows.
+
+A gradient of n rows is the true one, G, plus noise of variance tr(S) / n, where S is the covariance of one row's
+gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162): a step of B rows gains
+B / (B + noise scale) of what a step of endless rows would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from operator import mul
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+BLOCK = 8  # samples whose mean is one figure of the interval
+FEWEST_BLOCKS = 6  # for an interval
+KEPT = 0.97  # of a block's weight as the next one comes: about 33 blocks count
+ENDLESS = 1e18  # rows; JSON has no infinity
+
+Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
+
+
+class Sample(NamedTuple):
+    """Two unbiased estimates of one step; their ratio is none, so both are averaged over steps first."""
+
+    noise: float  # tr(S): variance of one row's gradient, added up over parameters
+    signal: float  # |G|^2; of few rows it may be below 0
+
+
+class NoiseScale(msgspec.Struct, frozen=True):
+    """A noise scale with its 95 % interval, in rows; `high` is ENDLESS where the batch is too small to bound it."""
+
+    rows: Rows  # ENDLESS where no signal was seen
+    low: Rows
+    high: Rows
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were looked at
+
+
+def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
+    """Noise and signal of one step whose parts have `sizes` rows, of which two or more aren't 0.
+
+    `weighted` is sum_i n_i |g_i|^2, g_i the mean gradient of part i, and `whole` is |g|^2 of the batch's mean gradient.
+    Analysis of variance: between parts, sum_i n_i |g_i - g|^2 / (K - 1) has the mean tr(S), whatever the sizes and G.
+    ValueError for fewer parts.
+    """
+    parts, rows = sum(size > 0 for size in sizes), sum(sizes)
+    if parts < 2:
+        raise ValueError("noise is seen between two parts or more")
+    noise = (weighted - rows * whole) / (parts - 1)
+    return Sample(noise, whole - noise / rows)
+
+
+def worth(batch: int, noise_scale: float) -> float:
+    """The part of its rows' worth, 0 to 1, that a batch has beside batches that are far below the noise scale."""
+    return noise_scale / (noise_scale + batch)
+
+
+def extra_rows(batch: int, other: int, noise_scale: float) -> float:
+    """Rows to the same loss in batches of `other` rows, over those in batches of `batch` rows."""
+    return worth(batch, noise_scale) / worth(other, noise_scale) if noise_scale > 0 else other / batch
+
+
+class _Block:
+    """The sums of some samples."""
+
+    def __init__(self) -> None:
+        self.samples, self.noise, self.signal = 0, 0.0, 0.0
+
+    def add(self, sample: Sample) -> None:
+        self.samples += 1
+        self.noise += sample.noise
+        self.signal += sample.signal
+
+
+class NoiseWindow:
+    """Averages noise and signal over the last samples; older ones count less, by `kept` for each block since.
+
+    The weights are divided by their sum, so the first samples count in full. With `kept` of 1 all samples count alike.
+    """
+
+    def __init__(self, kept: float = KEPT) -> None:
+        self._kept = kept
+        most = None if kept == 1 else math.ceil(math.log(1e-3) / math.log(kept))
+        self._blocks: deque[_Block] = deque([_Block()], maxlen=most)
+        self._samples = 0
+
+    def add(self, sample: Sample) -> None:
+        """Take a step's sample; one that isn't finite, as of a step that overflowed, is left out."""
+        if not (math.isfinite(sample.noise) and math.isfinite(sample.signal)):
+            return
+        self._samples += 1
+        self._blocks[-1].add(sample)
+        if self._blocks[-1].samples == BLOCK:
+            self._blocks.append(_Block())
+
+    def scale(self) -> NoiseScale | None:
+        """The noise scale with its interval, or None before there are enough samples."""
+        full = [block for block in self._blocks if block.samples == BLOCK]
+        if len(full) < FEWEST_BLOCKS:
+            return None
+        weights = [self._kept**age for age in range(len(full))][::-1]
+        noise, signal = (_mean(weights, [getattr(each, name) for each in full]) for name in ("noise", "signal"))
+        low, high = _interval(weights, [each.noise for each in full], [each.signal for each in full])
+        if noise <= 0:
+            return NoiseScale(0.0, 0.0, min(high, ENDLESS), self._samples)
+        rows = min(noise / signal, ENDLESS) if signal > 0 else ENDLESS
+        return NoiseScale(rows, min(low, rows), min(max(high, rows), ENDLESS), self._samples)
+
+
+def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
+    return math.fsum(map(mul, weights, values)) / math.fsum(weights)
+
+
+def _interval(weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
+
+    A ratio r is in it if mean(noise) - r * mean(signal) is not surely different from 0. Where the signal isn't surely
+    above 0 the interval has no upper end.
+    """
+    a, b = _mean(weights, noise), _mean(weights, signal)
+    parts = [weight / math.fsum(weights) for weight in weights]
+    concentration = math.fsum(part * part for part in parts)
+    correction = concentration / (1 - concentration)  # variance of the mean over that of a block
+
+    def covary(first: Sequence[float], mean: float, second: Sequence[float], other: float) -> float:
+        return correction * math.fsum(
+            p * (x - mean) * (y - other) for p, x, y in zip(parts, first, second, strict=True)
+        )
+
+    t = _student(1 / concentration - 1) ** 2
+    noise_term = a * a - t * covary(noise, a, noise, a)
+    mixed = a * b - t * covary(noise, a, signal, b)
+    signal_term = b * b - t * covary(signal, b, signal, b)
+    inside = mixed * mixed - signal_term * noise_term
+    if b > 0 and signal_term > 0:
+        root = math.sqrt(max(0.0, inside))
+        return max(0.0, (mixed - root) / signal_term), max(0.0, (mixed + root) / signal_term)
+    if signal_term < 0 and inside > 0 and noise_term > 0:
+        return max(0.0, (mixed - math.sqrt(inside)) / signal_term), ENDLESS
+    return 0.0, ENDLESS
+
+
+def _student(freedom: float) -> float:
+    """Two-sided 95 % quantile of Student's t, by Cornish and Fisher; within 2 % from 4 degrees of freedom on."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def describe(found: NoiseScale, batch: int, steps: int) -> str:
+    """A sentence without its period: the noise scale after some steps, and what batches of `batch` rows are worth."""
+    after = f"after {steps:,} steps"
+    if found.rows == 0:
+        return f"noise scale below {_round(found.high)} rows {after}: the ranks' gradients hardly differ"
+    if found.high == ENDLESS:
+        return f"noise scale at least {_round(found.low)} rows {after}; {batch:,} rows: {_worth(found.low, batch)}"
+    span = f"{_round(found.low)} - {_round(found.high)}"
+    return f"noise scale {_round(found.rows)} rows ({span}) {after}; {batch:,} rows: {_worth(found.rows, batch)}"
+
+
+def _worth(noise_scale: float, batch: int) -> str:
+    return f"{100 * worth(batch, noise_scale):.0f} % of the samples' worth"
+
+
+def _round(rows: float) -> str:
+    """Two digits, as more aren't known."""
+    if rows < 10:
+        return f"{rows:.1f}"
+    places = 1 - math.floor(math.log10(rows))
+    return f"{round(rows, places):,.0f}"
