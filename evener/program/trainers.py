@@ -46,4 +46,15 @@ def _plan(trainer: Any) -> None:
         vars(trainer).update(before)
         PROGRAM.stay(error.message)
         return
+    _tell_of_tail(trainer, global_batch)
     PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
+
+
+def _tell_of_tail(trainer: Any, global_batch: int) -> None:
+    """Say that an epoch's last batch is shorter than the program's own launcher makes it."""
+    rows = len(trainer.train_dataset)
+    if rows % global_batch and not trainer.args.dataloader_drop_last:
+        PROGRAM.notebook.warn(
+            f"the last batch of an epoch has the {rows % global_batch} rows that are left of {rows}; by even shares it"
+            f" would be filled up to {global_batch} with rows seen before"
+        )
