@@ -37,6 +37,17 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["huggingface", "lightning"])
+def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str) -> None:
+    """With a batch at a time, and accumulated by two."""
+    pytest.importorskip("transformers" if trainer == "huggingface" else "lightning")
+    truth = programs.true_noise_scale(programs.network(), programs.data())
+    for found in trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2)[0]:
+        assert found["rows"] == pytest.approx(truth, rel=0.15)
+        assert found["low"] < truth < found["high"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", programs.CASES)
 def test_all_ranks_find_the_same(measured: list[Any], name: str) -> None:
     assert measured[0][name][0] == measured[1][name][0]

@@ -45,14 +45,19 @@ def network() -> nn.Module:
 
 def true_noise_scale(model: nn.Module, rows: TensorDataset) -> float:
     """From the gradients of all rows, each by itself."""
+    gradients = row_gradients(model, rows)
+    return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
+
+
+def row_gradients(model: nn.Module, rows: TensorDataset) -> torch.Tensor:
+    """(rows, parameters)."""
     weights = {name: each.detach() for name, each in model.named_parameters()}
 
     def loss(weights: Any, inputs: Any, label: Any) -> Any:
         return F.cross_entropy(functional_call(model, weights, (inputs[None],)), label[None])
 
     each = vmap(grad(loss), (None, 0, 0))(weights, *rows.tensors)
-    gradients = torch.cat([part.flatten(1) for part in each.values()], 1).double()
-    return float(gradients.var(0).sum() / gradients.mean(0).square().sum())
+    return torch.cat([part.flatten(1) for part in each.values()], 1).double()
 
 
 def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options: Any) -> Split:
