@@ -114,7 +114,7 @@ class BlockTimer:
             self._blocks.append(block)
             return
         self._windows.append(block)
-        if len(self._windows) == 1 and block.wall_seconds > self._seconds and not self._whole:
+        if len(self._windows) == 1 and block.step_seconds > self._seconds and not self._whole:
             self._blocks.append(block)
         elif self._steady():
             self._steps = self._sized(block)

@@ -257,6 +257,19 @@ def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
     assert timed(1.0, lambda _: 0.5).steps == FEWEST_BLOCKS
 
 
+def test_a_long_first_block_of_many_steps_is_warm_up() -> None:
+    """As of a pack, whose trainings run for a time: what they did while some still warmed up is no figure."""
+    timer = BlockTimer(2.0)
+    assert timer.next_steps()
+    timer.add(Block(40, 2.4))  # 60 ms a step, later 10
+    while steps := timer.next_steps():
+        timer.add(Block(steps, steps * 0.01))
+    timing = timer.result()
+    assert timing is not None
+    assert timing.step.value == pytest.approx(0.01)
+    assert "too_short" not in codes(timing)
+
+
 def test_nothing_timed_is_nothing_known() -> None:
     """Stopping in the warm-up leaves no figure."""
     timing = BlockTimer(1.0)
