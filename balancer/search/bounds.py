@@ -24,21 +24,19 @@ from .model.memory import UNBOUNDED
 from .ranking import smallest_gain
 
 LONGER = 1.25  # times the longest step so far: affordable whatever the budget
-SAME_LIMIT = 0.02  # relative: indistinguishable devices whose limits differ by less get the smaller one
 
 
 class Bounds:
-    """The bounds of all devices; `groups` are those that can't be distinguished."""
+    """The bounds of all devices."""
 
     def __init__(
         self,
         problem: Problem,
         devices: Sequence[DeviceEvidence],
-        groups: Sequence[Sequence[int]],
         longest_step_seconds: float | None,
         sync_seconds: Callable[[], float],
     ) -> None:
-        self._problem, self._devices, self._groups = problem, devices, groups
+        self._problem, self._devices = problem, devices
         self._longest_step, self._sync_seconds = longest_step_seconds, sync_seconds
         self._quantum = problem.multiple_of
 
@@ -66,16 +64,10 @@ class Bounds:
     def walls(self) -> tuple[int, ...]:
         """The largest share of each device that is worth trying in a split, by memory; 0 for a lost device."""
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
-        own = [
+        return tuple(
             0 if device.out_of_use(self._quantum) else device.memory.largest_in_split(self.asked, self._quantum, bold)
             for device in self._devices
-        ]
-        for group in self._groups:
-            sizes = [own[i] for i in group if own[i]]
-            if sizes and min(sizes) >= (1 - SAME_LIMIT) * max(sizes):
-                for i in group:
-                    own[i] = min(own[i], *sizes)
-        return tuple(own)
+        )
 
     @cached_property
     def safe(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class MachineModel:
     @cached_property
     def bounds(self) -> Bounds:
         """The most rows that each device may compute at once."""
-        return Bounds(self.problem, self.devices, self.groups, self._longest_step, lambda: self.sync_seconds or 0.0)
+        return Bounds(self.problem, self.devices, self._longest_step, lambda: self.sync_seconds or 0.0)
 
     # ------------------------------------------------------------------ time
 

@@ -162,7 +162,7 @@ class SoloStage:
     @cached_property
     def _hoped(self) -> Allocation | None:
         """The fastest layout by hope, however many rounds lie before it."""
-        return self._fastest(self._hopeful) or self._in_turns(self._hopeful)
+        return self._fastest(self._hopeful)
 
     @cached_property
     def _hopeful(self) -> list[DeviceCurve]:
@@ -186,13 +186,6 @@ class SoloStage:
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])
-
-    def _in_turns(self, devices: list[DeviceCurve]) -> Allocation | None:
-        """What each device does best in one pass of several, where they don't hold the batch at once."""
-        found = [one for device in devices if (one := single_best(device, self._quantum))]
-        rate = math.fsum(one.samples_per_second for one in found)
-        shares = tuple(share for one in found for share in one.shares)
-        return Allocation(shares, sum(batch for _, batch in shares) / rate) if shares else None
 
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
@@ -221,8 +214,7 @@ class SoloStage:
             if (curve := straight[i])
         ]
         ran = [self._in_passes(one) for one in ran]
-        in_turns = self._problem.global_batch not in (None, wanted.global_batch)
-        known = self._in_turns(ran) if in_turns else self._fastest(ran)
+        known = self._fastest(ran)
         if known is None:
             return math.inf
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)

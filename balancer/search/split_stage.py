@@ -23,7 +23,6 @@ MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
 PATIENT_SPLITS = 8  # while none has run
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
-OUTDONE = 0.01  # relative: a device must be faster in a split than alone by more, to be measured alone once more
 HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
 
 
@@ -39,7 +38,7 @@ class SplitStage:
         split = self._predictions.fastest_split
         after = self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
         return self._probe(self._first_single(), after) or self._probe(
-            (self._next_split() if self._with_splits else None) or self._next_single() or self._outdone_single()
+            (self._next_split() if self._with_splits else None) or self._next_single()
         )
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
@@ -112,7 +111,7 @@ class SplitStage:
         if self._problem.global_batch is None or len(self._model.live) < 2 or not self._with_splits or tried:
             return None
         single, split = self._predictions.fastest_single, self._predictions.fastest_split
-        if single is None or split is None or single.samples_per_second * HIDDEN > split.samples_per_second:
+        if single is None or split is None:
             return single
         seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds)
         after = self._budget.least_seconds(self._predictions.layout(split), split.seconds)
@@ -134,20 +133,6 @@ class SplitStage:
         best = max((one.samples_per_second for one in self._seen.all_timed()), default=0.0)
         gains = wanted.samples_per_second > (1 + self._least_gain(wanted)) * best
         return wanted if gains or not self._safely_fits(wanted) else None
-
-    def _outdone_single(self) -> Allocation | None:
-        """A device alone at its share of the fastest split, where it is surely faster there than at any batch alone."""
-        fastest = max(self._model.fitting_splits, key=lambda one: one.samples_per_second, default=None)
-        if fastest is None or not fastest.probe.layout.by_rows:
-            return None
-        for i in (layout := fastest.probe.layout).active:
-            alone = [s for s in self._seen.all_timed() if s.probe.layout.active == (i,) and s.probe.layout.traits.alone]
-            best = max((one.throughput.high for one in alone), default=0.0)
-            seen = (one.probe.layout for one in self._seen.explored(i) if one.probe.layout.traits.alone)
-            tried = any(one.shares[i] == layout.shares[i] for one in seen)
-            if layout.passes(i) == 1 and not tried and layout.shares[i] > best * (1 + OUTDONE) * fastest.high_seconds:
-                return Allocation(((i, layout.shares[i]),), fastest.step_seconds)
-        return None
 
     def _was_at_rest(self, position: int) -> bool:
         """Whether a device was measured while the others were idle."""

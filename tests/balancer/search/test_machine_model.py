@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from evener.balancer.search.budget import Budget
@@ -148,25 +147,6 @@ def test_what_safely_fits_ran_or_is_little_more() -> None:
     assert found.bounds.surely_hold(Layout("split", (625, 10)))
     assert not found.bounds.surely_hold(Layout("split", (640, 10)))
     assert not found.bounds.surely_hold(Layout("split", (10, 640)))
-
-
-@pytest.mark.parametrize(("less", "shared"), [(1.0, True), (1.01, True), (1.05, False)])
-def test_limits_that_nearly_agree_are_one(less: float, shared: bool) -> None:
-    """Of devices of one speed whose bytes differ by what allocators round."""
-    problem = Bench(((10.0, 0.1, 0, 1000), (10.0, 0.1, 0, 1000))).problem()
-    seen = Observations(problem)
-    for i in range(2):
-        for turn, batch in enumerate((8, 64, 500)):
-            for one in Bench(((10.0, 0.1, 0, 1000),) * 2).measure([Probe(solo(2, i, batch), "solo", 1.0, turn)]):
-                assert isinstance(one, Timed)
-                used = round((1000 + 10 * batch) * (less if i else 1))
-                memory = tuple(used if share else None for share in one.probe.layout.shares)
-                seen.add(msgspec.structs.replace(one, memory_bytes=memory))
-    found = read(problem, seen)
-    found.groups = [[0, 1]]
-    alone = [device.memory.largest_in_split(found.bounds.asked) for device in found.devices]
-    assert found.bounds.walls == ((min(alone),) * 2 if shared else tuple(alone))
-    assert found.bounds.walls[0] > 900
 
 
 @pytest.mark.parametrize(
