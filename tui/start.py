@@ -14,14 +14,25 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from evener.devices.types import Snapshot
+from evener.errors import RequestError
 
 from .runtime.snapshot_publisher import open_publisher
 
 CRASH_EXIT_CODE = 70
+LIBRARIES = ("textual", "textual_plotext")  # of the extra `app`
+
+
+def require_app() -> None:
+    """RequestError with the line that installs the app, where its libraries are missing."""
+    if any(find_spec(name) is None for name in LIBRARIES):
+        raise RequestError(
+            "The app isn't installed.", "Install it: pip install 'evener[app]'. Every other command works without it."
+        )
 
 
 def run_app(
@@ -36,8 +47,9 @@ def run_app(
     """Run the app on this terminal and return the exit code; `options` are the app's own.
 
     `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
-    address) are raised before the terminal is touched.
+    address, no app) are raised before the terminal is touched.
     """
+    require_app()
     gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
     publisher, trainable = open_publisher(devices, replay, ray_address)
     publisher.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,36 @@ LATER = {
 def test_what_the_first_frame_does_without_is_loaded_later(tmp_path: Path) -> None:
     """Frameworks, charts, searches, dialogs and other screens: a start pays for none of them."""
     assert _loaded(FIRST_FRAME, tmp_path) & LATER == set()
+
+
+WITHOUT_THE_APP = """
+import sys
+for name in ("textual", "textual_plotext", "plotext"):
+    sys.modules[name] = None
+from evener.tui.cli import monitor
+from evener.tui.cli.main import run
+pair = ["--devices", "sim:gtx1080ti,gtx1080"]
+codes = [
+    run(words)
+    for words in (
+        ["devices", *pair], ["monitor", "--once", *pair], ["balance", *pair], ["compare", *pair], ["runs"],
+        ["runs", "show", "last"], ["probe", "--batches", "820,568", *pair], ["export", "last"], ["launch", "--help"],
+    )
+]
+assert codes == [0] * 9, codes
+monitor.draws_screens = lambda: True
+raise SystemExit(run(pair))
+"""
+
+
+def test_without_textual_all_but_the_app_works(tmp_path: Path) -> None:
+    """Somebody who opens the app gets the line that installs it."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_APP], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    said = done.stderr.splitlines()[-1]
+    assert (done.returncode, said) == (
+        2,
+        "evener: The app isn't installed. Install it: pip install 'evener[app]'. Every other command works without it.",
+    )
