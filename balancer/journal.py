@@ -200,9 +200,12 @@ def reopen(path: Path) -> tuple[Journal, Record]:
     return Journal(path, os.fdopen(descriptor, "r+b", buffering=0)), record
 
 
-def read(path: Path) -> Record:
-    """The content of a journal; RequestError names the file and the line that is wrong."""
-    content = read_trusted(path)
+def read(path: Path, *, foreign: bool = False) -> Record:
+    """The content of a journal; RequestError names the file and the line that is wrong.
+
+    A `foreign` one may belong to anybody: it is shown, and nothing that it asks for is run.
+    """
+    content = read_trusted(path, foreign=foreign)
     *lines, incomplete = content.split(b"\n")
     if not lines:
         raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
@@ -313,20 +316,20 @@ def _sane(numbers: Iterable[float]) -> bool:
     return all(math.isfinite(number) and 0 <= number <= LARGEST_NUMBER for number in numbers)
 
 
-def read_trusted(path: Path) -> bytes:
-    """The content of a plain file of this user that nobody else may write, and that isn't too large."""
+def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
+    """The content of a plain file that isn't too large, and, unless `foreign`, is this user's to write alone."""
     with (
         as_request_error(f"The journal {path} can't be read", "List the runs with evener runs."),
         os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream,
     ):
-        _check_trust(path, os.fstat(stream.fileno()))
+        _check_trust(path, os.fstat(stream.fileno()), foreign)
         return stream.read()
 
 
-def _check_trust(path: Path, status: os.stat_result) -> None:
+def _check_trust(path: Path, status: os.stat_result, foreign: bool) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise RequestError(f"{path} is not a plain file.", "Delete the run.")
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if not foreign and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise RequestError(
             f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
             "If you know what is in it, make it yours and chmod 600 it.",

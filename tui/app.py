@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
@@ -21,6 +21,9 @@ from .runtime.base_app import BaseApp, Sampled
 from .runtime.session_thread import write_crash_log
 from .runtime.snapshot_publisher import SnapshotPublisher
 from .screens.base import SCREENS
+
+if TYPE_CHECKING:
+    from evener.balancer.journal import Record
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
 
@@ -47,8 +50,17 @@ class EvenerApp(BaseApp):
         Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
     ]
 
-    def __init__(self, publisher: SnapshotPublisher, *, theme: str = "dark", **options: Any) -> None:
+    def __init__(
+        self,
+        publisher: SnapshotPublisher,
+        *,
+        theme: str = "dark",
+        played: Record | None = None,
+        speed: float = 8.0,
+        **options: Any,
+    ) -> None:
         super().__init__(publisher, **options)
+        self._played, self._speed = played, speed  # a journal that is replayed first
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._opens_first = False
@@ -64,9 +76,13 @@ class EvenerApp(BaseApp):
         """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
         self._opens_first = True
-        opened = self.switch_mode("monitor")
+        opened = self.switch_mode("monitor" if self._played is None else "runs")
         self._opens_first = False
         await opened
+        if self._played is not None:
+            from .screens.runs import ReplayScreen
+
+            self.push_screen(ReplayScreen(self._played, self._speed))
         loop = self._started_on = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:

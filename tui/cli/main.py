@@ -38,6 +38,7 @@ _MODULES = {  # of the commands, in the order of --help
     "run": "run",
     "export": "runs",
     "report": "runs",
+    "replay": "replay",
     "runs": "runs",
 }
 

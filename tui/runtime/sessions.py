@@ -15,6 +15,7 @@ from evener.balancer.store import replay, runs
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 from evener.errors import NoLayoutError
+from evener.plan.file import parse_plan, to_json
 from evener.system.state_folders import new_error_file
 
 RUNS = 3
@@ -85,7 +86,8 @@ def recorded_events(record: Record) -> Iterator[Event]:
             out_of_memory += isinstance(entry.seen, OutOfMemory)
             yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
         elif isinstance(entry, EndedEntry) and entry is record.ended:
-            ended = (entry.plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds, entry.findings)
+            plan = parse_plan(to_json(entry.plan), header.run)  # one of an older schema becomes today's
+            ended = (plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds, entry.findings)
             yield Finished(header.run, *ended)
     if isinstance(record.last_end, FailedEntry):
         raise NoLayoutError(record.last_end.message or "The run failed.")

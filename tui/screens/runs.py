@@ -11,8 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
-from evener.balancer.events import Event
-from evener.balancer.journal import Header
+from evener.balancer.journal import Record
 from evener.balancer.session_state import SessionState, advance, first_state
 from evener.balancer.store import runs
 from evener.balancer.store.runs import RunSummary, StoredRun
@@ -201,8 +200,7 @@ class RunsScreen(RunActions, SortedScreen):
         """Replay the run under the cursor."""
         if name := self.chosen_run:
             with self.evener.saying_faults():
-                record = read_run(name)
-                self.app.push_screen(ReplayScreen(name, record.header, recorded_events(record)))
+                self.app.push_screen(ReplayScreen(read_run(name)))
 
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""
@@ -229,10 +227,11 @@ class ReplayScreen(RunActions, PanelScreen):
         Binding("escape,b", "dismiss", "Back", key_display="esc"),
     ]
 
-    def __init__(self, name: str, header: Header, events: Iterable[Event]) -> None:
+    def __init__(self, record: Record, speed: float = 8.0) -> None:
         super().__init__()
-        self.state = first_state(header.devices, header.workload, name)
-        self._thread = SessionThread(lambda: RunReplay(events), self.post_message)
+        header = record.header
+        self.state = first_state(header.devices, header.workload, header.run)
+        self._thread = SessionThread(lambda: RunReplay(recorded_events(record), speed=speed), self.post_message)
 
     @property
     def chosen_run(self) -> str:

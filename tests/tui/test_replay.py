@@ -1,0 +1,67 @@
+"""`evener replay`: journals from anywhere, played in the app and as lines; what is no journal is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.balancer import journal
+from evener.tui.cli.main import run
+from evener.tui.screens.runs import ReplayScreen, RunsScreen
+from tests.support.pilots import until
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+JOURNALS = sorted(RECORDED.glob("*.jsonl"))
+
+
+def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Journals of older evener too."""
+    assert len(JOURNALS) > 40
+    for path in JOURNALS:
+        ended = journal.read(path, foreign=True).ended
+        assert ended is not None
+        assert run(["replay", str(path), "--plain"]) == 0
+        assert ended.verdict.split()[0] in capsys.readouterr().out, path.name
+
+
+@pytest.mark.parametrize("name", ["h200x2-torch_maxer-60percent-4096", "h200x2-torch_llama-texts-256"])
+async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any, name: str) -> None:
+    """One of schema 1, and one of rows of unequal length."""
+    app = app_of(played=journal.read(RECORDED / f"{name}.jsonl", foreign=True), speed=1e6)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
+        screen = app.screen
+        await until(pilot, lambda: screen.state.ended, "its end")
+        assert screen.state.finished is not None
+        assert not screen.state.fault
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the runs")
+
+
+def test_a_run_is_played_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines are what the search printed."""
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080"]) == 0
+    searched = capsys.readouterr()
+    assert run(["replay", "last"]) == 0
+    played = capsys.readouterr()
+    assert played.out == searched.out
+    assert played.err.splitlines() == [line for line in searched.err.splitlines() if not line.startswith("evener:")]
+
+
+def test_a_journal_that_others_may_write_is_played_and_what_is_none_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkout may be writable by a group."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(JOURNALS[0].read_bytes())
+    path.chmod(0o666)
+    assert run(["replay", str(path)]) == 0
+    path.write_text("{}\n")
+    for wrong in (str(path), "nothing", str(tmp_path), "/dev/zero"):
+        capsys.readouterr()
+        assert run(["replay", wrong]) == 2, wrong
+        assert len(capsys.readouterr().err.splitlines()) == 1
