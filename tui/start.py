@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evener.devices.types import Snapshot
 from evener.errors import RequestError
 
 from .runtime.snapshot_publisher import open_publisher
+
+if TYPE_CHECKING:
+    from .app import EvenerApp
 
 CRASH_EXIT_CODE = 70
 LIBRARIES = ("textual", "textual_plotext")  # of the extra `app`
@@ -50,16 +53,23 @@ def run_app(
     address, no app) are raised before the terminal is touched.
     """
     require_app()
-    gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
     publisher, trainable = open_publisher(devices, replay, ray_address)
     publisher.start()
     from .app import EvenerApp
 
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
-    app.snapshot = publisher.latest()
+    with serving(publisher.latest) if serving else contextlib.nullcontext():
+        return draw_app(app)
+
+
+def draw_app(app: EvenerApp) -> int:
+    """Run an app on this terminal and return the exit code."""
+    gc.disable()  # it collects once it has been drawn: what a start makes stays, and looking through it is slow
+    app.publisher.start()
+    app.snapshot = app.publisher.latest()
     with watching_terminal(app.hang_up, app.close_threads):
         try:
-            with serving(publisher.latest) if serving else contextlib.nullcontext(), _drawing_on_the_terminal():
+            with _drawing_on_the_terminal():
                 result = app.run()
         finally:
             app.close_threads()

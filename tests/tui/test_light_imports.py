@@ -78,9 +78,10 @@ codes = [
     for words in (
         ["devices", *pair], ["monitor", "--once", *pair], ["balance", *pair], ["compare", *pair], ["runs"],
         ["runs", "show", "last"], ["probe", "--batches", "820,568", *pair], ["export", "last"], ["launch", "--help"],
+        ["demo", "--plain"],
     )
 ]
-assert codes == [0] * 9, codes
+assert codes == [0] * 10, codes
 monitor.draws_screens = lambda: True
 raise SystemExit(run(pair))
 """

@@ -40,6 +40,7 @@ _MODULES = {  # of the commands, in the order of --help
     "report": "runs",
     "replay": "replay",
     "runs": "runs",
+    "demo": "demo",
 }
 
 
@@ -62,7 +63,7 @@ app = typer.Typer(
     name="evener",
     cls=_Commands,
     help="Find the fastest way to train one model on unequal GPUs. Without a command: open the full-screen app.",
-    epilog="Try it without a GPU: evener balance --devices sim:gtx1080ti,gtx1080",
+    epilog="Try it without a GPU: evener demo",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -1,0 +1,80 @@
+"""`evener demo`: a search and a training on simulated cards, in the app and as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evener.balancer.events import Finished
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
+from evener.devices.discover import discover
+from evener.plan.file import Plan
+from evener.tui import demo
+from evener.tui.cli.main import run
+from evener.tui.runtime.simulated_training import HOT_FROM, HOT_UNTIL, PAIR, PERIOD_SECONDS, SLOWED, TrainingSource
+from evener.tui.view.trainings import join_trainings
+from tests.support.pilots import text, until
+
+
+@pytest.fixture
+def plan() -> Plan:
+    session = Session(open_run(Request(devices=PAIR)))
+    try:
+        return next(event.plan for event in session.events() if isinstance(event, Finished))
+    finally:
+        session.close()
+
+
+def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
+    """The global batch stays; the hot card has less while it is hot, and as much as planned before and after."""
+    seconds = 0.0
+    machine = discover(PAIR).machine
+    assert machine is not None
+    source = TrainingSource(machine, lambda: seconds)
+    source.train(plan)
+    for second in range(round(3 * PERIOD_SECONDS)):
+        seconds = float(second)
+        snapshot = source.sample()
+        (row,) = join_trainings(snapshot)
+        shares = [rank.share for rank in row.ranks]
+        assert sum(shares) == plan.layout.global_batch
+        phase = seconds % PERIOD_SECONDS
+        hot = HOT_FROM <= phase < HOT_UNTIL
+        assert snapshot.devices[0].throttled_percent.current == (100 * SLOWED if hot else 0)
+        if HOT_FROM + 6 < phase < HOT_UNTIL:
+            assert shares[0] < 0.9 * plan.batches[0]
+            assert 0.7 < row.of_plan < 0.95
+        elif phase > HOT_UNTIL + 6 or second < HOT_FROM:
+            assert abs(shares[0] - plan.batches[0]) <= 0.02 * plan.layout.global_batch
+            assert row.of_plan > 0.97
+    assert len(row.changes) == 3
+
+
+async def test_the_app_goes_from_the_search_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, and the screens stay the user's own: a key opens another one."""
+    for name in ("PACE", "FIRST_SECONDS", "READING_SECONDS"):
+        monkeypatch.setattr(demo, name, 0.0 if name == "PACE" else 0.05)
+    app = demo.DemoApp()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: app.balance.finished is not None, "the verdict")
+        await until(pilot, lambda: app.current_mode == "trainings", "the training")
+        await until(pilot, lambda: "SIM:1" in text(app, "#ranks"), "its ranks")
+        await pilot.press("2")
+        assert app.current_mode == "balance"
+
+
+def test_without_a_terminal_it_is_text_and_keeps_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict, then the training before and after the card got hot; the user's folder of runs stays as it is."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run(["demo", "--plain", "--ascii"]) == 0
+    said = capsys.readouterr().out
+    assert "faster than the even split" in said
+    assert "SIM:0 is throttled 30 % of the time" in said
+    assert "SIM:0 slower by" in said.partition("After 20 s")[2]
+    assert said.isascii()
+    assert list(tmp_path.iterdir()) == []
