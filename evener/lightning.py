@@ -56,6 +56,8 @@ class ShareLoader(StepLoader):
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares; `options` are DDPStrategy's. Made by `Split.strategy`."""
 
+    loader_class = ShareLoader
+
     def __init__(
         self,
         planned: PlannedTraining,
@@ -65,6 +67,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.take_plan(planned, passes, count, check)
+
+    def take_plan(
+        self, planned: PlannedTraining, passes: int, count: Callable[[Part], Any] | None, check: bool
+    ) -> None:
+        """Train by these shares; for a strategy that was made before it was of this class."""
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
         self.trains = False
@@ -80,13 +88,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._figures: PassFigures
 
     @property
+    def planned(self) -> PlannedTraining:
+        """The training by shares."""
+        return self._planned
+
+    @property
     def root_device(self) -> Any:
         """The device of this rank's share."""
         return self._planned.device
 
     def make_loader(self, dataset: Any, rows: UnevenBatchSampler, options: dict[str, Any]) -> StepLoader:
         """The training data of this rank."""
-        loader = ShareLoader(self, dataset, rows, options)
+        loader = self.loader_class(self, dataset, rows, options)
         if self._planned.rebalancing is not None:
             self._planned.rebalancing.fix_passes([self._passes] * self._planned.world)
         self._planned.follow(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
@@ -99,15 +112,22 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._check(trainer)
         super().setup(trainer)
         self.trains = trains
-        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._planned.timer)
+        self.prepare_figures()
         if trains:  # layers are those that train only now
-            self._retry = Passes(self._planned.rank, self.root_device, self._planned.reporter.note_retreat)
-            self._retry.check = lambda part, rows: check_module_part(self, self._planned.weights, part, rows)
-            # in place of DistributedDataParallel's own sums, which can't be taken up again after an error
-            self._exchanges = self._planned.weights.take_on(self.model)
-            rows = [even(share, self._passes) for share in self._planned.shares.batches]
-            largest = max(map(max, rows)) if self._passes > 1 else None
-            check_normalization(self.model, "loss", self._planned.world, largest, min(map(min, rows)))
+            self.sum_by_shares()
+
+    def prepare_figures(self) -> None:
+        """Join what the module logs over ranks, and compute passes that run out of memory again."""
+        self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._planned.timer)
+        self._retry = Passes(self._planned.rank, self.root_device, self._planned.reporter.note_retreat)
+        self._retry.check = lambda part, rows: check_module_part(self, self._planned.weights, part, rows)
+
+    def sum_by_shares(self) -> None:
+        """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again after an error."""
+        rows = [even(share, self._passes) for share in self._planned.shares.batches]
+        largest = max(map(max, rows)) if self._passes > 1 else None
+        check_normalization(self.model, "loss", self._planned.world, largest, min(map(min, rows)))
+        self._exchanges = self._planned.weights.take_on(self.model)
 
     def configure_ddp(self) -> None:
         """DistributedDataParallel where others train too."""
@@ -153,9 +173,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
         alone = self._planned.world * self._passes == 1
         if self._checks and not alone and self.lightning_module.automatic_optimization:
-            with self._planned.weights.checking():
-                found = check_module_loss(self, given[0], self._count)
-                self._retry.checked = found and not self._searches
+            self.check_loss(given[0])
+
+    def check_loss(self, loader: Any) -> None:
+        """RequestError on every rank unless the module's loss of this loader's rows is a mean over what counts."""
+        with self._planned.weights.checking():
+            found = check_module_loss(self, loader, self._count)
+            self._retry.checked = found and not self._searches
 
     @property
     def _trainer(self) -> Any:

@@ -173,7 +173,7 @@ class Program:
 
     def _make_offer(self, loop: Any) -> FirstStep:
         guard, self._guard = self._guard, None
-        fault = next((words for each in self.models if each.training and (words := _find_fault(each))), "")
+        fault = next((words for each in self.models if each.training and (words := find_fault(each))), "")
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
             guard.close()
@@ -198,10 +198,8 @@ class Program:
             raise RequestError(f"Shares can't leave even: {self.notebook.why}.", "Leave --strict out to train evenly.")
 
 
-def _find_fault(model: Any) -> str:
+def find_fault(model: Any) -> str:
     """Why a model in DistributedDataParallel stays as it is; empty if it can be taken over."""
-    if any(kind.__name__ == "LightningModule" for kind in type(model.module).__mro__):
-        return "lightning.Trainer is balanced by split.strategy() in the program itself"
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
         return f"its model is in a {type(model).__name__}"
     if model.process_group is not dist.group.WORLD:

@@ -21,7 +21,7 @@ _DECIDED = {
     "sampler": "Give it as order=: all ranks then take their rows of its order.",
     "batch_sampler": "Give order=, a sampler of rows or a function of the epoch that returns their order.",
 }
-_OPTIONS = {  # of DataLoader that are free, and what it takes for those that aren't given
+LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those that aren't given
     name: parameter.default
     for name, parameter in signature(DataLoader).parameters.items()
     if name not in {*_DECIDED, "dataset", "shuffle", "drop_last"}
@@ -89,7 +89,7 @@ class Loader:
         training: bool = True,
         on_host: bool = False,
     ) -> None:
-        for name, default in _OPTIONS.items():
+        for name, default in LOADER_OPTIONS.items():
             given = options.get(name)
             setattr(self, name, default if given is None else given)
         self.dataset = dataset

@@ -18,8 +18,8 @@ from tests.support.frameworks import LazyModule
 
 torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM, TRAINER, ACCELERATED = (
-    str(ROOT / f"tests/support/{name}_program.py") for name in ("ddp", "trainer", "accelerated")
+PROGRAM, TRAINER, ACCELERATED, LIGHTNING = (
+    str(ROOT / f"tests/support/{name}_program.py") for name in ("ddp", "trainer", "accelerated", "lightning")
 )
 UNEVEN = """
 [[layout.share]]
@@ -97,6 +97,24 @@ def test_a_trainer_learns_the_same_by_other_shares(tmp_path: Path) -> None:
     assert not ended.returncode, ended.stderr
     assert ended.stderr.count("it is a sum, not a mean over rows") == 1
     assert trained(tmp_path)[0]["trainer"] == "SumTrainer"
+
+
+@two_cores
+@pytest.mark.slow
+def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    evenly = train_evenly(tmp_path / "evenly", LIGHTNING)
+    (tmp_path / "plan.toml").write_text(UNEVEN)
+    ended = run(tmp_path, "--plan", "plan.toml", "--", "python", LIGHTNING, f"{tmp_path}/")
+    assert not ended.returncode, ended.stderr
+    assert "6+2 = 8 rows a step, by lightning.Trainer" in ended.stderr
+    assert ended.stderr.count("it is a sum, not a mean over rows") == 1  # the second training
+    for now, own, epoch in zip(trained(tmp_path), evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
+        assert now["rows"] == epoch * 3
+        assert difference(now["weights"], own["weights"]) <= 1e-12
+        assert difference(now["after"], own["after"]) <= 1e-12
+        assert now["logged"] == pytest.approx(own["logged"], abs=1e-12)
+        assert now["strategy"] == "DDPStrategy"
 
 
 @two_cores
