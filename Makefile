@@ -1,7 +1,7 @@
 # `make` alone lists the targets.
 PYTHON ?= .venv/bin/python
 
-.PHONY: help all check format test mutants pictures
+.PHONY: help all check format test mutants pictures site
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -25,3 +25,6 @@ mutants: ## do the tests notice 150 small faults in the pure code? (the better p
 
 pictures: ## draw the pictures of docs/ again
 	$(PYTHON) -m docs.pictures
+
+site: ## build the site of docs/ in build/site, and follow its links (needs the extra docs)
+	$(PYTHON) -m docs.site
