@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_bench import WORKLOADS, GpuBench
+from benchmarks.gpu_exchanges import exchange, failures, memory_neighbour, one_gpu_caps, tests, trusted
 from benchmarks.gpu_hosts import hosts
 from benchmarks.gpu_keras import keras_passes, keras_training, sums
 from benchmarks.gpu_layouts import layouts, scaling
@@ -79,6 +80,12 @@ SECTIONS = {
         sums,
         keras_training,
         keras_passes,
+        exchange,
+        failures,
+        memory_neighbour,
+        one_gpu_caps,
+        tests,
+        trusted,
     )
 }
 
@@ -89,7 +96,11 @@ def main() -> None:
     parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "all"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--framework", choices=list(WORKLOADS), required=True)
-    parser.add_argument("--gpus", default="0,1", help="two or more, by index; unequal GPUs are the first two")
+    parser.add_argument(
+        "--gpus",
+        default="0,1",
+        help="unequal are the first two; one is enough from exchange on",
+    )
     parser.add_argument("--match", default="", help="only cases whose name contains this")
     parser.add_argument("--budget", default="90s", help="for each search")
     parser.add_argument("--small", action="store_true", help="try the commands with small models on slices of the CPU")

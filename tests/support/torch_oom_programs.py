@@ -1,13 +1,15 @@
 """Trainings of several ranks in which passes run out of memory, and one process that takes the same passes without.
 
-A Bomb raises at a layer of a pass, forward or backward. The reference has nothing of the adapter: it adds up the
-gradients of all ranks' passes, each from the random state and the buffers that the rank had.
+A Bomb raises at a layer of a pass, forward or backward, and in some trainings before the optimizer's first step. The
+reference has nothing of the adapter: it adds up the gradients of all ranks' passes, each from the random state and the
+buffers that the rank had.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -137,10 +139,26 @@ def train(case: Case, shares: Sequence[int]) -> dict[str, Any]:
         fuse.at = []
         if last:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            with no_room_once(fuse, step < case.accumulate and numbers.random() < 0.5):
+                optimizer.step()
             optimizer.zero_grad()
     state = [each.detach().cpu() for each in (*net.parameters(), *net.buffers())]
     return {"state": state, "kept": kept, "losses": losses, "burst": fuse.burst}
+
+
+@contextmanager
+def no_room_once(fuse: Fuse, wanted: bool) -> Iterator[None]:
+    """A context in which the first tensor like another one, such as an optimizer's state, doesn't fit if `wanted`."""
+    made = torch.empty_like
+    fuse.at = [("optimizer", 0, 0)] if wanted else []
+    fuse.passes = 0
+
+    def make(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        fuse.reach("optimizer", 0)
+        return made(*arguments, **keywords)
+
+    with patch.object(torch, "empty_like", make):
+        yield
 
 
 def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[int], Any]:

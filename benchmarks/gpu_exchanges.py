@@ -1,0 +1,75 @@
+"""Sections of benchmarks.gpu: the exchange beside DistributedDataParallel's, out-of-memory, the tests that need GPUs.
+
+They take as many GPUs as `--gpus` names, one or two.
+"""
+
+from __future__ import annotations
+
+from benchmarks.gpu_bench import GpuBench
+
+TESTS = (  # those that train on two GPUs, by what runs beside what: the last looks at times
+    ("tests/evener/test_torch_exact.py", "tests/evener/test_torch_rebalance.py", "tests/evener/test_torch_oom.py"),
+    ("tests/evener/test_huggingface.py",),
+    ("tests/evener/test_torch_own_work.py", "tests/evener/test_lightning.py"),
+)
+TRAINERS = ("accelerate", "huggingface")  # a loop of one's own, and transformers'
+
+
+def exchange(bench: GpuBench) -> None:
+    """9. Steps of the exchange beside DistributedDataParallel's, in turns."""
+    if len(bench.gpus) > 1:
+        _steps(bench, "exchange", ("--ways", "ddp", "exchange", "--turns", "5"), 130)
+    else:
+        _steps(bench, "exchange", ("--ways", "alone", "ddp", "exchange", "--turns", "5"), 130)
+        more = ("--ways", "ddp", "exchange", "--rounds", "1", "--turns", "5", "--models", "1", "4")
+        _steps(bench, "exchange in float32", (*more, "--float32"), 45)
+        _steps(bench, "exchange in passes", (*more, "--passes", "2"), 45)
+
+
+def _steps(bench: GpuBench, name: str, words: tuple[str, ...], seconds: float) -> None:
+    file = bench.out / f"{name.replace(' ', '-')}.json"
+    ranks = ("--ranks", str(2 if bench.small else len(bench.gpus)))
+    chosen = ("--models", "0", "--rounds", "1") if bench.small else ()
+    out = ("--json", str(file), "--profile", str(bench.out))
+    bench.script(name, "benchmarks.gpu_steps", *ranks, *words, *chosen, *out, seconds=seconds)
+
+
+def failures(bench: GpuBench) -> None:
+    """10. Injected out-of-memory on two ranks, a rank that is killed, and Ctrl-C, while the other computes again."""
+    bench.script("failures", "benchmarks.oom", "--failures", "100" if bench.small else "1000", seconds=150)
+    ends = ("kill", "interrupt", "--json", str(bench.out / "ends.json"))
+    bench.script("ends", "benchmarks.gpu_exchange", *ends, seconds=90)
+
+
+def memory_neighbour(bench: GpuBench) -> None:
+    """10. A program takes most of the last GPU in the middle of a training, and leaves again."""
+    words = ("--ranks", str(len(bench.gpus)), "--json", str(bench.out / "neighbour.json"))
+    if not bench.small:
+        bench.script("a neighbour's memory", "benchmarks.gpu_exchange", "neighbour", *words, seconds=110)
+
+
+def one_gpu_caps(bench: GpuBench) -> None:
+    """10. Two ranks on one GPU over gloo, the second with little memory; trainings whose memory is short."""
+    words = ("caps", "--caps", "1.8", "1.45", "--json", str(bench.out / "caps.json"))
+    bench.script("caps of two ranks", "benchmarks.gpu_exchange", *words, seconds=60)
+    for way in ("step", "transformers", "lightning"):
+        file = ("--json", str(bench.out / f"oom-{way}.json"))
+        bench.script(f"memory short in {way}", "benchmarks.gpu_oom", way, *file, seconds=90)
+
+
+def tests(bench: GpuBench) -> None:
+    """11. The suite's tests on two GPUs."""
+    chosen = ("-q", "-p", "no:cacheprovider", "-k", "gpus")
+    for number, files in enumerate(TESTS):
+        bench.script(f"tests {number}", "pytest", *chosen, *files, seconds=100)
+
+
+def trusted(bench: GpuBench) -> None:
+    """12. Plans against trainings by them in turns; of two GPUs the second one at 60 %."""
+    where = ("--devices", bench.limited("", "60%") if len(bench.gpus) > 1 else f"{bench.kind}:{bench.gpus[0]}")
+    size = ("--size", "small") if bench.small else ("--size", "large", "--bf16")
+    length = ("--budget", "40s", "--seconds", "24", "--blocks", "6", "--balance", "global-batch", "192")
+    with bench.mps() as variables:
+        for trainer in TRAINERS:
+            words = ("plan", "--trainers", trainer, *where, *size, *length)
+            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=130, env=variables)

@@ -1,0 +1,287 @@
+"""Steps with evener's exchange beside DistributedDataParallel's: `python -m benchmarks.gpu_steps`.
+
+    python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32] [--profile DIR] [--json FILE]
+
+Decoder-only models over NCCL, a GPU for each rank, or two ranks on CPUs over gloo where there is no GPU. The last model
+is transformers' Llama of 100 M parameters in float32 under autocast, the others are in bfloat16. The ways of a model
+live in the same processes and take turns of a few steps; each round makes them anew. What counts is the median ratio of
+turns next to each other: a machine's own speed changes from one second to the next. Each way also has this process's
+CPU time of a step, the time of its kernels on the GPU, and its peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evener.torch_split.wrapped import watch, wrap_module
+from tests.support.torch_start import free_port, rank_environment
+
+GPU = torch.cuda.is_available()
+Size = tuple[int, int, int]
+LLAMA = 0  # in place of a width
+MODELS: tuple[Size, ...] = (  # width, layers, rows
+    (512, 8, 128),
+    (512, 8, 16),
+    (128, 24, 8),
+    (1024, 24, 16),
+    (768, 12, 32),
+    (LLAMA, 12, 32),
+)
+SMALL: tuple[Size, ...] = ((64, 4, 8), (128, 2, 16), (16, 24, 1))
+LENGTH, WORDS = (256, 4096) if GPU else (16, 64)
+WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
+WARM_UP, STEPS, PROFILED = 8, 16, 4  # steps: of a way that was just made, of a turn, of a profile
+
+
+class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
+    """A small decoder-only model."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, 0.0, "gelu", batch_first=True)
+            for _ in range(layers)
+        )
+        self.last = nn.Linear(width, WORDS)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(rows.shape[1], rows.device, self.last.weight.dtype)
+        hidden = self.words(rows)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        made: torch.Tensor = self.last(hidden)
+        return made
+
+
+class Llama(nn.Module):  # type: ignore[misc]
+    """Words to logits, as the others do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from benchmarks.trainer_models import network
+
+        self.model = network("large")
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            made: torch.Tensor = self.model(input_ids=rows).logits
+        return made
+
+
+class Way:
+    """A model with an optimizer, and one way to sum its gradients."""
+
+    def __init__(self, name: str, size: Size, device: torch.device, options: argparse.Namespace) -> None:
+        self._held = torch.cuda.memory_allocated() if GPU else 0
+        width, layers, rows = size
+        plain = options.float32 or not GPU or width == LLAMA
+        model: Any = Llama() if width == LLAMA else Decoder(width, layers)
+        model = model.to(device, torch.float32 if plain else torch.bfloat16)
+        self._words = torch.randint(0, WORDS, (rows, LENGTH), device=device).chunk(options.passes)
+        self._model = self._wrap(name, model, device)
+        self._optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=GPU)
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_UP):
+            self.step()
+        self.gib = (torch.cuda.max_memory_allocated() - self._held) / 2**30 if GPU else 0.0
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    @staticmethod
+    def _wrap(name: str, model: Any, device: torch.device) -> Any:
+        if name.startswith("ddp"):
+            model = DistributedDataParallel(model, device_ids=[device] if GPU else None, gradient_as_bucket_view=True)
+        if name == "ddp with a hook":
+            model.register_comm_hook(None, _weigh)
+        if name == "exchange":
+            model = wrap_module(model, device, {})
+            watch(model, device, lambda *_: None)
+            model.exchange.weigh(0.5)
+        return model
+
+    def step(self) -> None:
+        """A training step as users write it."""
+        self._optimizer.zero_grad()
+        for number, rows in enumerate(self._words, 1):
+            with self._unsynced() if number < len(self._words) else nullcontext():
+                logits = self._model(rows).flatten(0, 1)
+                (nn.functional.cross_entropy(logits, rows.flatten()) / len(self._words)).backward()
+        self._optimizer.step()
+
+    def _unsynced(self) -> AbstractContextManager[Any]:
+        unsynced: AbstractContextManager[Any] = getattr(self._model, "no_sync", nullcontext)()
+        return unsynced
+
+    def take_turn(self) -> None:
+        """Time some steps: milliseconds of each, and of this process's CPUs in it."""
+        self.step()
+        if GPU:
+            torch.cuda.synchronize()
+        started, cpu = time.perf_counter(), time.process_time()
+        for _ in range(STEPS):
+            self.step()
+        cpu = time.process_time() - cpu  # before the wait, which spins
+        if GPU:
+            torch.cuda.synchronize()
+        self.wall.append((time.perf_counter() - started) / STEPS * 1e3)
+        self.cpu.append(cpu / STEPS * 1e3)
+
+    def profile(self) -> tuple[float, str]:
+        """Milliseconds of a step's kernels on the GPU, added up; and what the host spent its time on."""
+        kinds = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA] if GPU else [kinds.CPU]) as seen:
+            for _ in range(PROFILED):
+                self.step()
+            if GPU:
+                torch.cuda.synchronize()
+        kernels = sum(
+            each.device_time_total
+            for each in seen.events()
+            if each.device_type.name == "CUDA" and not each.is_user_annotation
+        )
+        table = seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60)
+        return float(kernels / PROFILED / 1e3), str(table)
+
+
+def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    return dist.all_reduce(bucket.buffer().mul_(0.5), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def measure(size: Size, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """The ways of one model, in turns."""
+    every: list[dict[str, Way]] = []
+    profiles: dict[str, tuple[float, str]] = {}
+    for _ in range(options.rounds):
+        gc.collect()
+        ways = {name: Way(name, size, device, options) for name in options.ways}
+        for turn in range(options.turns):
+            for name in options.ways[:: 1 if turn % 2 else -1]:
+                ways[name].take_turn()
+        for name, way in ways.items():
+            if name not in profiles:
+                profiles[name] = way.profile()
+            way._model = way._optimizer = None  # its memory goes, its times stay
+        every.append(ways)
+    if options.profile and dist.get_rank() == 0:
+        for name, (_, table) in profiles.items():
+            words = "-".join(map(str, (*size, name))).replace(" ", "-")
+            (options.profile / f"profile-{words}.txt").write_text(table)
+    return {
+        "size": size,
+        "passes": options.passes,
+        "float32": options.float32,
+        "ms": {name: _median([each for ways in every for each in ways[name].wall]) for name in options.ways},
+        "cpu ms": {name: _median([each for ways in every for each in ways[name].cpu]) for name in options.ways},
+        "kernels ms": {name: round(kernels, 3) for name, (kernels, _) in profiles.items()},
+        "gib": {name: round(max(ways[name].gib for ways in every), 2) for name in options.ways},
+        "to ddp": {name: compare(every, name) for name in options.ways if name != "ddp" and "ddp" in options.ways},
+    }
+
+
+def compare(every: Sequence[dict[str, Way]], name: str) -> dict[str, Any]:
+    """Each turn's ratio to DistributedDataParallel's turn beside it: median, middle half, of CPU time, by rounds."""
+    pairs = [[own / its for own, its in zip(ways[name].wall, ways["ddp"].wall, strict=True)] for ways in every]
+    used = [own / its for ways in every for own, its in zip(ways[name].cpu, ways["ddp"].cpu, strict=True)]
+    low, middle, high = statistics.quantiles([each for ratios in pairs for each in ratios], n=4)
+    rounds = [_median(ratios) for ratios in pairs]
+    return {"wall": round(middle, 4), "middle half": (low, high), "rounds": rounds, "cpu": _median(used)}
+
+
+def _median(figures: Sequence[float]) -> float:
+    return round(statistics.median(figures), 4)
+
+
+def say(row: dict[str, Any]) -> None:
+    """One line for a model."""
+    shown = ", ".join(
+        f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}, GPU {row['kernels ms'][way]:.2f}), {row['gib'][way]} GiB"
+        for way, wall in row["ms"].items()
+    )
+    ratios = ", ".join(
+        f"{way} / ddp {each['wall']:.3f} [{each['middle half'][0]:.3f} to {each['middle half'][1]:.3f}], rounds"
+        f" {each['rounds']}, CPU {each['cpu']:.3f}"
+        for way, each in row["to ddp"].items()
+    )
+    print(f"{row['size']}: {shown}; {ratios}", flush=True)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """The steps of one rank, on its GPU or a CPU; the first one writes what it found after each model."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", rank) if GPU else torch.device("cpu")
+    if GPU:
+        torch.cuda.set_device(device)
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    found = []
+    for number in options.models:
+        found.append(measure(MODELS[number] if GPU else SMALL[number], device, options))
+        if dist.get_rank() == 0:
+            say(found[-1])
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=1))
+    dist.destroy_process_group()
+
+
+def start(module: str, world: int, *words: str, more: dict[str, str] | None = None) -> list[subprocess.Popen[str]]:
+    """The processes of a benchmark's ranks."""
+    port, ranks = free_port(), []
+    for rank in range(world):
+        place = {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        environment = {**os.environ, **rank_environment(GPU), "MASTER_PORT": str(port), **place, **(more or {})}
+        command = [sys.executable, "-m", module, *words]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    return ranks
+
+
+def main() -> None:
+    """Start the ranks, and show what the first one prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1 if GPU else 2, help="GPUs, or processes on CPUs")
+    parser.add_argument("--models", type=int, nargs="+", default=list(range(len(MODELS if GPU else SMALL))))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=2, help="each with new models")
+    parser.add_argument("--turns", type=int, default=6, help="of each round")
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--profile", type=Path, help="a folder, for what the host spends its time on")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(options)
+        return
+    ranks = start("benchmarks.gpu_steps", options.ranks, *sys.argv[1:], "--rank")
+    show: Callable[[str], Any] = sys.stdout.write
+    for line in ranks[0].stdout or ():
+        show(line)
+        sys.stdout.flush()
+    codes = [each.wait() for each in ranks]
+    sys.exit(any(codes))
+
+
+if __name__ == "__main__":
+    main()
