@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.gpu_exchange import WORDS, Decoder
+from benchmarks.gpu_steps import WORDS, Decoder
 from evener.torch_split.noise import EVERY, NoiseSampler
 from evener.torch_split.wrapped import watch, wrap_module
 from tests.support.torch_start import free_port

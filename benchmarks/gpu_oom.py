@@ -32,7 +32,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, SequentialSampler
 
-from benchmarks.gpu_exchange import WORDS, Decoder, take_memory
+from benchmarks.gpu_exchange import take_memory
+from benchmarks.gpu_steps import WORDS, Decoder
 from evener.torch_split import Split
 from evener.training.retreat import PassLimit
 
