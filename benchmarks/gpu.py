@@ -2,7 +2,7 @@
 
 Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this command starts and
 ends, and the framework's memory limit. `python -m benchmarks.gpu_table JOURNAL...` makes the tables of
-docs/benchmarks/gpu.md. Two of these can run at the same time on four GPUs, with different `--gpus` and `--out`.
+docs/benchmarks/gpu_runs.md. Two of these can run at the same time on four GPUs, with different `--gpus` and `--out`.
 """
 
 from __future__ import annotations
