@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.main import get_group
 
+from evener.plan.file import Plan
+from evener.plan.layout import PlanLayout, Share
 from evener.tui.cli.main import app
 from evener.tui.cli.options import spread_lists
 
@@ -131,3 +134,11 @@ def test_modules_and_targets_that_pages_name_are_there() -> None:
     assert sorted(name for name in set(re.findall(r"\bexamples/\w+\.py", text)) if not (REPO / name).exists()) == []
     targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make (\w+)`", text)) <= targets
+
+
+def test_the_plans_page_has_every_key() -> None:
+    """Those of the file, its layout and its shares."""
+    page = (REPO / "docs/plan.md").read_text()
+    for record in (Plan, PlanLayout, Share):
+        names = {field.name for field in msgspec.structs.fields(record)}
+        assert {name for name in names if not re.search(rf"[`.\[]{name}\b", page)} == set()
