@@ -1,0 +1,150 @@
+"""`evener run` against the program's own launcher: `python -m benchmarks.gpu_run --out FOLDER [--kind cpu]`.
+
+Three programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the second one at 60 %
+(gain without a plan). Each is also trained by the shares that both devices' own work at even shares asks for, which is
+what a plan of `evener balance` has. Times are those of optimizer steps. Cases run in the order of their value; what
+doesn't begin within `--seconds` is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_bench import mps_daemon
+
+HERE = Path(__file__).parent
+SIZES = {
+    "gpu": {"WIDTH": "768", "LAYERS": "8", "LENGTH": "256", "ROWS": "32", "COUNT": "220"},
+    "cpu": {"WIDTH": "128", "LAYERS": "2", "LENGTH": "64", "ROWS": "8", "COUNT": "120"},
+}
+PLAN = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
+PROGRAMS = ("loop", "trainer", "accelerated")
+FIRST, WINDOW, SECONDS = 60, 40, 100
+
+
+def main() -> None:
+    """Run the cases and write gpu_run.json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
+    parser.add_argument("--seconds", type=float, default=190.0)
+    parser.add_argument("--percent", default="60")
+    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    first, *others = options.programs.split(",")
+    with bench.limits() as variables:
+        for name, percent in (
+            (first, options.percent),
+            (first, "100"),
+            *((other, options.percent) for other in others),
+        ):
+            bench.measure(name, percent, variables)
+
+
+class Bench:
+    """The cases that have run, kept in a file after each of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._ends = options, time.monotonic() + options.seconds
+        self._found: list[dict[str, Any]] = []
+        self._devices = "gpu:0,gpu:1" if options.kind == "gpu" else "cpu/2"
+
+    def limits(self) -> contextlib.AbstractContextManager[dict[str, str]]:
+        """What holds a GPU to a percentage."""
+        return contextlib.nullcontext({}) if self._options.kind == "cpu" else mps_daemon(self._options.out / "mps")
+
+    def measure(self, name: str, percent: str, variables: dict[str, str]) -> None:
+        """A program by its own launcher, by evener run, and by the shares that its even steps ask for."""
+        slowed = {**variables, "SLOWED": f"{percent} {self._options.kind}"}
+        own = self._run(name, percent, "own", slowed)
+        ours = self._run(name, percent, "run", slowed)
+        words = self._plan(ours.get("said", ""))
+        plan = self._run(name, percent, "plan", slowed, words) if percent != "100" and words else {}
+        if own.get("last_ms") and ours.get("last_ms"):
+            line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
+            if plan.get("last_ms"):
+                line["of_plan"] = plan["last_ms"] / ours["last_ms"]
+                line["steps_to_95"] = _steps_to(ours["steps_ms"], plan["last_ms"] / 0.95)
+            self._keep(line)
+
+    def _plan(self, said: str) -> str:
+        """A plan by own work at even shares, from evener's table."""
+        found = re.findall(r"\(((?:GPU|cpu)-[^)\s]+)\)\s+(\d+)\s+([\d.]+) ms", said)
+        if len(found) != 2:
+            return ""
+        (one, rows, first), (other, more, second) = found
+        speeds, total = (int(rows) / float(first), int(more) / float(second)), int(rows) + int(more)
+        share = round(total * speeds[0] / sum(speeds))
+        return PLAN.format(one, share, other, total - share)
+
+    def _run(self, name: str, percent: str, way: str, variables: dict[str, str], plan: str = "") -> dict[str, Any]:
+        if time.monotonic() > self._ends:
+            return {}
+        folder = self._options.out / f"{name}-{percent}-{way}"
+        folder.mkdir(exist_ok=True)
+        script = str(HERE / "run_jobs" / f"{name}.py")
+        words = ["torch.distributed.run", "--nproc-per-node", "2", script]
+        if way != "own":
+            (folder / "plan.toml").write_text(plan)
+            shares = ["--plan", str(folder / "plan.toml")] if plan else ["--devices", self._devices]
+            words = ["evener", "run", *shares, "--", sys.executable, script]
+        began = time.monotonic()
+        code, said = self._start([sys.executable, "-m", *words], folder, variables)
+        ends = [float(each) for each in _text(folder / "steps").split()]
+        steps = [1e3 * (b - a) for a, b in pairwise(ends)]
+        found = {"program": name, "percent": percent, "way": way, "code": code, "took_s": time.monotonic() - began}
+        if len(steps) > FIRST:
+            found |= {"first_ms": statistics.median(steps[5:25]), "last_ms": statistics.median(steps[-WINDOW:])}
+        self._keep({**found, "said": said[-2500:], "plan": plan, "steps_ms": [round(each, 2) for each in steps]})
+        return self._found[-1]
+
+    def _start(self, words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
+        paths = (str(HERE / "slowed"), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
+        places = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDG_STATE_HOME": str(folder / "state")}
+        own = {"STEPS": str(folder / "steps"), "FOLDER": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **SIZES[self._options.kind], **places, **own, **variables}
+        log = folder / "log.txt"
+        with log.open("w") as output:
+            pipes: Any = {"stdout": output, "stderr": output, "start_new_session": True}
+            with subprocess.Popen(words, env=environment, **pipes) as process:
+                try:
+                    code = process.wait(SECONDS)
+                except subprocess.TimeoutExpired:
+                    code = -1
+                    os.killpg(process.pid, signal.SIGKILL)
+        lines = _text(log).splitlines()
+        return code, "\n".join(line for line in lines if "evener" in line or "rows" in line or "Error" in line)
+
+    def _keep(self, found: dict[str, Any]) -> None:
+        self._found.append(found)
+        (self._options.out / "gpu_run.json").write_text(json.dumps(self._found, indent=1))
+        print({name: each for name, each in found.items() if name not in ("steps_ms", "plan")}, flush=True)
+
+
+def _steps_to(steps: list[float], most_ms: float) -> int:
+    """The step from which on the median of ten steps is at most this."""
+    windows: Iterator[int] = (n for n in range(len(steps) - 9) if statistics.median(steps[n : n + 10]) <= most_ms)
+    return next(windows, -1)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A model and data of random tokens, by sizes in the environment, for the programs beside it."""
+
+import os
+
+import torch
+from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+WIDTH, LAYERS, LENGTH, ROWS, STEPS = (
+    int(os.environ.get(name, "0")) for name in ("WIDTH", "LAYERS", "LENGTH", "ROWS", "COUNT")
+)
+
+
+def make_model() -> LlamaForCausalLM:
+    """A decoder without dropout."""
+    torch.manual_seed(0)
+    heads = max(2, WIDTH // 64)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1024, num_attention_heads=heads, num_key_value_heads=heads, **sizes))
+
+
+def make_rows() -> torch.Tensor:
+    """Tokens (rows, length) for all steps of two ranks."""
+    return torch.randint(0, 1024, (2 * ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def make_data() -> TensorDataset:
+    """Rows of tokens."""
+    return TensorDataset(make_rows())

@@ -1,0 +1,50 @@
+"""Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes each step's end.
+
+SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it on a CPU for the rest
+of each 25 ms. STEPS is the file in which the first rank leaves the times of its optimizer's steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+CLOCK = """
+import os, signal, sys, time
+process, percent, period = int(sys.argv[1]), int(sys.argv[2]), 0.025
+while True:
+    for number, seconds in ((signal.SIGSTOP, period * (100 - percent) / 100), (signal.SIGCONT, period * percent / 100)):
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            sys.exit()
+        time.sleep(seconds)
+"""
+
+
+def _note(_: Any) -> None:
+    ends: list[float] = []
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: ends.append(time.monotonic()))
+    times = Path(os.environ["STEPS"])
+    atexit.register(lambda: times.write_text(" ".join(f"{each:.6f}" for each in ends)))
+
+
+if "LOCAL_RANK" in os.environ:
+    percent, kind = os.environ.get("SLOWED", "100 cpu").split()
+    if os.environ["RANK"] == "0":
+        register_post_import_hook(_note, "torch")
+    elif percent != "100" and kind == "gpu":
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
+    elif percent != "100" and "CLOCKED" not in os.environ:
+        os.environ["CLOCKED"] = "1"
+        clean = {name: each for name, each in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.Popen([sys.executable, "-c", CLOCK, str(os.getpid()), percent], env=clean)
