@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -16,6 +17,7 @@ from zlib import crc32
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from wrapt import wrap_function_wrapper
 
@@ -119,6 +121,18 @@ class Loop:
         self.origin = Epoch(True, self.sampler.rows_of_odd_tail())
         self._note_begun()
 
+    def varies(self) -> bool:
+        """True if the data set gives another row for the same number, by the same random numbers."""
+        with suppress(Exception):  # of the user's own code, which is asked in a way that it may not know
+            twin = _copy_data(self._loader.dataset)
+            row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
+            rows = []
+            for _ in range(2):
+                with kept_state():
+                    rows.append(tree_leaves(twin[row]))
+            return any(map(_differ, *rows))
+        return False
+
     def begin(self) -> None:
         """The loop gets a batch."""
         if self.steps is not None and self.sampler is not None:
@@ -198,6 +212,21 @@ class SharedBatches:
             if len(every[-1]) > len(twin):
                 return "its sampler gives more batches than it says"
         return _find_fault(every) or every
+
+
+def _copy_data(dataset: Any) -> Any:
+    """A copy of a data set, and of those that it is made of, so that what they note down isn't in the program's own."""
+    twin = copy.copy(dataset)
+    if hasattr(twin, "dataset"):
+        twin.dataset = _copy_data(twin.dataset)
+    return twin
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, float | int | bytes | str):
+        return bool(one != other and one == one)
+    one, other = torch.as_tensor(one), torch.as_tensor(other)
+    return one.shape != other.shape or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _find_fault(every: list[list[Any]]) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ..errors import EvenerError, RequestError
 from ..torch_split.checks import OPTIMIZER_CHECK
@@ -27,6 +30,13 @@ EXCHANGED = (
     "the program exchanges figures between its ranks itself; of losses that are means over a rank's own rows, the mean"
     " is now slightly another, and so is what goes by it"
 )
+RATES = "its ranks compute their losses with different numbers, or step at different rates"
+OTHER_ROWS = (
+    "its data set gives another row when it is asked for the same one again, so by shares it gives others than by its"
+    " own launcher"
+)
+RATE_STEPS = 2  # by shares, after each of which ranks compare their rates
+LOOK_AGAIN = 4  # times as many steps until the guard looks once more
 LOCAL = "its ranks step by gradients that they haven't exchanged"
 NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
 
@@ -38,6 +48,8 @@ class FirstStep(msgspec.Struct, frozen=True):
     digest: int = 0  # of the order of rows
     global_batch: int = 0
     steps: int = 0
+    numbers: int = 0  # a digest of those in its loss, and of its optimizers' rates
+    varies: bool = False  # rows are others when they are fetched again
 
 
 class Program:
@@ -52,9 +64,14 @@ class Program:
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._guard: Guard | None = None
+        self._group: Any = None  # in which ranks compare what they see
         self._updated = False  # an optimizer has stepped since that batch
         self._compared = False  # the order of rows of this loop's epoch
         self._fault = ""  # in what the program does with gradients
+        self._rates: list[float] = []  # of the optimizers that have stepped since that batch
+        self._steps = 0  # by shares
+        self._uneven = 0  # of them with different shares
+        self._look = LOOK_AGAIN  # the step at which the guard looks next
         self._others = 0  # trainers that train, and have hooks of their own
 
     @property
@@ -82,11 +99,13 @@ class Program:
         group = dist.is_available() and dist.is_initialized() and self.world > 1
         return group and not self._others and torch.is_grad_enabled() and any(each.training for each in self.models)
 
-    def note_update(self, *_: Any) -> None:
+    def note_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
         self._updated = True
         if self._others:
             return
+        if self._uneven < RATE_STEPS:
+            self._rates += _read_rates(optimizer)
         if not (dist.is_available() and dist.is_initialized()):
             self.notebook.stay(NO_GROUP)
         else:
@@ -110,6 +129,9 @@ class Program:
         if loop is not self._loop:
             self._loop, self._compared = loop, False
         self._updated = False
+        self._rates.clear()
+        if self.training is not None and self._steps == self._look and loop.steps is not None and self._guard is None:
+            self._guard = Guard(self.models, loop.batch)
         if self.training is None and not self.notebook.why and self._guard is None and not loop.dealer.fault:
             self._guard = Guard(self.models, loop.batch)
         if self.training is not None and loop.steps is None:
@@ -122,6 +144,8 @@ class Program:
         if loop is not self._loop or not self._updated:
             self._drop_guard()
             return
+        if self.training is not None and loop.steps is not None:
+            self._look_again(loop)
         if self.training is None and not self.notebook.why:
             self._take_over(loop)
         elif self.training is not None and loop.steps is not None and not self._compared:
@@ -138,12 +162,48 @@ class Program:
             self._guard.close()
             self._guard = None
 
+    def _look_again(self, loop: Any) -> None:
+        """Compare what may have changed since shares left even; all ranks come here after the same step."""
+        self._steps += 1
+        if self._uneven < RATE_STEPS and len(set(self.sizes)) > 1:
+            self._uneven += 1
+            if len(set(self._exchange(_digest(self._rates)))) > 1:
+                raise RequestError(
+                    "Since shares have left even, its ranks step at different rates: one goes by a rank's own rows.",
+                    "Take the global batch in their place, or start it with its own launcher.",
+                )
+        if self._steps <= self._look:
+            return
+        self._look *= LOOK_AGAIN
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
+        fault = next(filter(None, self._exchange(guard.fault if guard is not None and guard.measured else "")), "")
+        if fault and self.training is not None:
+            if self.notebook.settings.strict:
+                raise RequestError(f"Shares can't stay uneven: {fault}", "Leave --strict out to go on evenly.")
+            self._look = sys.maxsize
+            self.training.stay_even(loop.sampler, loop.ahead)
+            self.notebook.warn(
+                f"shares go back to even, where they stay: in step {self._steps}, {fault.rstrip('.')}; steps before it"
+                " may have learned something else than by even shares"
+            )
+
+    def _exchange(self, own: Any) -> list[Any]:
+        """What each rank has."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, own, group=self._group)
+        return every
+
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same step."""
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, self._make_offer(loop), group=dist.new_group(backend="gloo"))
+        every = self._exchange(self._make_offer(loop))
         fault = next((each.fault for each in every if each.fault), "")
-        if not fault and len(set(map(msgspec.json.encode, every))) > 1:
+        if not fault and len({each.numbers for each in every}) > 1:
+            fault = RATES
+        if not fault and len({msgspec.structs.astuple(each)[1:4] for each in every}) > 1:
             fault = "its ranks draw different orders of rows, or batches of other sizes"
         if fault:
             self.stay(fault)
@@ -161,6 +221,8 @@ class Program:
             return
         self.training = training
         OPTIMIZER_CHECK.steps_schedules = False
+        if any(each.varies for each in every):
+            self.notebook.warn(OTHER_ROWS)
         loop.follow(self.follow(loop))
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, "DistributedDataParallel and DataLoader")
@@ -180,7 +242,8 @@ class Program:
             fault = fault or guard.fault or ("" if guard.exchanges else LOCAL)
         if fault or loop.sampler is None:
             return FirstStep(fault or NO_LOOP)
-        return FirstStep("", loop.dealer.digest, loop.sampler.global_batch, len(loop.sampler))
+        numbers = _digest([*(guard.numbers if guard is not None else ()), *self._rates])
+        return FirstStep("", loop.dealer.digest, loop.sampler.global_batch, len(loop.sampler), numbers, loop.varies())
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
@@ -196,6 +259,21 @@ class Program:
         self.notebook.stay(why)
         if self.notebook.settings.strict:
             raise RequestError(f"Shares can't leave even: {self.notebook.why}.", "Leave --strict out to train evenly.")
+
+
+def _digest(numbers: list[float]) -> int:
+    return crc32(repr(numbers).encode())
+
+
+def _read_rates(optimizer: Any) -> list[float]:
+    """The numbers by which an optimizer steps: rates, momenta and so on of each group."""
+    groups = [[each for name, each in group.items() if name != "params"] for group in optimizer.param_groups]
+    numbers = (int, float, torch.Tensor)
+    return [
+        float(each)
+        for each in tree_leaves(groups)
+        if isinstance(each, numbers) and torch.numel(torch.as_tensor(each)) == 1
+    ]
 
 
 def find_fault(model: Any) -> str:

@@ -22,6 +22,7 @@ from .loss_measure import LossMeasure, RandomState, kept_state
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
+_NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow"}  # also in place, turned
 SINGLE = "each rank has a single row at a time, which can't be divided to compare losses"
 HALF_AGAIN = 3e-2
 
@@ -68,6 +69,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
+        self.measured = False  # the fault: parts don't add up
+        self.numbers: list[float] = []  # that the loss is computed with, beside the batch and the models
         self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
         self._random = RandomState()
         self._handles = [
@@ -147,6 +150,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             needed = self._find_needed(loss)
             return needed if isinstance(needed, str) else self._compare(loss, needed)
         except RequestError as error:
+            self.measured = True
             return error.message
         except Exception as error:
             return f"its loss can't be computed again to compare it ({type(error).__name__}: {error})".split("\n")[0]
@@ -179,6 +183,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Empty if the loss is a mean over rows; RequestError where it isn't."""
         if self._reads and any(isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)):
             return "its loss is computed in a way that can't be followed"
+        self.numbers = [number for entry in needed for number in self._find_numbers(entry)]
         keys = [id(each) for each in self._batch]
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
 
@@ -197,6 +202,16 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
         return ""
+
+    def _find_numbers(self, entry: WrittenCall) -> list[float]:
+        """The numbers that a call multiplies, divides or adds to what comes from a model."""
+        name = str(getattr(entry.function, "__name__", "")).strip("_")
+        arguments = _leaves((entry.arguments, entry.keywords))
+        if not {name, name[1:]} & _NUMBERS or not any(id(each) in self._from_model for each in arguments):
+            return []
+        constant = [each for each in arguments if isinstance(each, torch.Tensor) and id(each) not in self._made]
+        plain = [each for each in arguments if isinstance(each, int | float) and not isinstance(each, RowNumber)]
+        return [*map(float, plain), *(float(each.detach()) for each in constant if each.numel() == 1)]
 
     def _compute_again(self, compute: Callable[[Any], Any]) -> Any:
         self._random.restore()

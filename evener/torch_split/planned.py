@@ -110,6 +110,16 @@ class PlannedTraining:
         if self.rebalancing is not None:
             self.rebalancing.add(sampler, ahead)
 
+    def stay_even(self, sampler: UnevenBatchSampler, ahead: int) -> None:
+        """Give each rank as many rows again, from `ahead` batches after the next one on, and leave it so."""
+        each = self.shares.global_batch // self.world
+        even = (each,) * self.world
+        self.shares = msgspec.structs.replace(self.shares, batches=even, micros=even)
+        sampler.change_shares(even, ahead)
+        if self.rebalancing is not None:
+            self.rebalancing.stop(even, ahead)
+            self.rebalancing = None
+
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
@@ -304,6 +314,13 @@ class Rebalancing:
     def fix_passes(self, passes: Sequence[int]) -> None:
         """Fix the number of passes of each rank, whatever the shares."""
         self._passes = tuple(passes)
+
+    def stop(self, shares: tuple[int, ...], ahead: int) -> None:
+        """Change the shares of all samplers for the last time, once no exchange is under way."""
+        if self._exchange is not None:
+            self._exchange[0].wait()
+        self._change(shares, shares, ahead)
+        self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
         """A batch of these rows was trained on; every rank calls it, and the ranks come to agree in every few calls."""

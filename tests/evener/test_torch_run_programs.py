@@ -29,6 +29,7 @@ OTHER = [
     ("losses", "negatives of all ranks", "another when it is computed again"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),
     ("other", "local steps", "gradients that they haven't exchanged"),
+    ("losses", "ranks weighted", "compute their losses with different numbers"),
 ]
 pytestmark = [pytest.mark.slow, two_cores]
 
@@ -63,8 +64,15 @@ def test_another_program_trains_as_by_its_own_launcher(
     assert words in said
 
 
-def test_a_program_that_goes_by_means_of_ranks_is_warned(server: RankServer, tmp_path: Path) -> None:
-    assert run(server, tmp_path, "other", "means of ranks")[0] == "warned"
+@pytest.mark.parametrize("name", ["means of ranks", "labels ignored later", "rows that count fetches"])
+def test_a_program_that_learns_something_else_is_warned(server: RankServer, tmp_path: Path, name: str) -> None:
+    assert run(server, tmp_path, "other", name)[0] == "warned"
+
+
+def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(server: RankServer, tmp_path: Path) -> None:
+    kind, words = run(server, tmp_path, "other", "rate by rows")
+    assert kind == "ended"
+    assert "its ranks step at different rates" in words
 
 
 def test_a_launcher_inside_is_one_sentence(tmp_path: Path) -> None:
