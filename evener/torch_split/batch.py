@@ -90,20 +90,28 @@ class Part:
         return pieces
 
 
-def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any]) -> list[Part]:
+def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0) -> list[Part]:
     """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as they were dealt.
 
-    RequestError for a batch that can't be cut.
+    In as many `passes` as are given, with a first row that only keeps step where there are too few. RequestError for a
+    batch that can't be cut.
     """
+    if passes > 1:
+        return [
+            Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
+            if start < stop
+            else Part(cut_rows(batch, 0, 1, max(1, rows)), 0, 0.0 if rows else 1.0, scale)
+            for start, stop in bounds(even(rows, passes))
+        ]
     if isinstance(batch, DealtBatch):
         pairs = zip(batch.passes, batch.rows, strict=True)
         return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in pairs]
-    passes = split_passes(rows, micro)
-    if len(passes) <= 1:
+    sizes = split_passes(rows, micro)
+    if len(sizes) <= 1:
         return [Part(batch, rows, 1.0, scale)]
     return [
         Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
-        for start, stop in bounds(passes)
+        for start, stop in bounds(sizes)
     ]
 
 
@@ -118,7 +126,7 @@ def weigh_by_count(
 
     `add_up` sums over the ranks.
     """
-    own = torch.stack([_count(count, part) for part in parts]) * min(1, sizes[rank])
+    own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())
     weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
     for part, weight in zip(parts, weights, strict=True):

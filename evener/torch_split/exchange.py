@@ -355,6 +355,11 @@ def _end(task: int) -> None:
         exchange._wait()
 
 
+def register(exchange: Any) -> None:
+    """Count the parameters of another kind of exchange as summed."""
+    _exchanges.add(exchange)
+
+
 def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
     exchanges = sorted(_exchanges, key=lambda exchange: exchange.ran)

@@ -210,7 +210,7 @@ class PlannedTraining:
         rows = taken.sizes[self.rank]
         try:
             most = max(1, rows) if taken.origin.dealt else self.shares.micros[self.rank]
-            parts = make_parts(batch, rows, most, self.weights.scale_part)
+            parts = make_parts(batch, rows, most, self.weights.scale_part, self.weights.count_equal_passes(taken))
             if count is not None:
                 weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
             several = self.shares.in_passes or isinstance(batch, DealtBatch)

@@ -220,6 +220,23 @@ class Split:
         """
         return cast("Model | Exchanged", self._planned.wrap(model, **options))
 
+    def shard(
+        self,
+        model: Model,
+        *,
+        units: Sequence[Any] | type | None = None,
+        state: Sequence[float] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Model:
+        """The model itself, its parameters, gradients and optimizer state cut over the ranks, in place of `wrap`.
+
+        A unit's parameters are gathered before it computes and freed after: blocks of ModuleLists, or the classes or
+        modules in `units`. `state` is the part that each rank holds. With `dtype`, such as torch.bfloat16, models
+        compute in it, and shards keep their type. Make the optimizer after it. RequestError for what can't be sharded.
+        """
+        made = import_module("evener.torch_shards.make")  # which builds on this package
+        return cast(Model, made.shard(self._planned, model, units, state, dtype))
+
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
         self._weights.begin(sizes)

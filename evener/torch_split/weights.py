@@ -48,6 +48,7 @@ class BatchWeights:
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
         self.noise: NoiseSampler | None = None  # of the model that exchanges gradients
         self.in_pass = False  # of a trainer's, where shares take several
+        self.equal_passes = False  # ranks meet in each pass of a sharded model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self._rank = shares.rank
         self.timer = timer
@@ -100,6 +101,14 @@ class BatchWeights:
         watch(model, None, lambda *_: None)
         return [] if exchange is None else [exchange]
 
+    def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
+        """Weigh what a sharded model sums."""
+        sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
+        if self.by_loss:
+            sharded.weigh(1.0 / self.shares.world)
+        self.equal_passes = True
+        self.follow(model, device)
+
     def _listen(self, model: Any, exchange: Exchange | None) -> None:
         """Weigh what the exchange sums, and mark when it does."""
         if exchange is None:
@@ -137,7 +146,7 @@ class BatchWeights:
         self.models.add(model)
         watch(model, device, self.forward)
 
-    def _begin_backward(self, exchange: Exchange, batch: TakenBatch | RequestError | None, before: Any) -> None:
+    def _begin_backward(self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any) -> None:
         """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""
         if isinstance(batch, RequestError):
             raise batch
@@ -220,6 +229,17 @@ class BatchWeights:
         if batch is None or batch.origin.dealt:
             return False
         return len({max(1, count_passes(*each)) for each in zip(batch.sizes, self.shares.micros, strict=True)}) == 1
+
+    def count_equal_passes(self, batch: TakenBatch) -> int:
+        """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for other models."""
+        if not self.equal_passes:
+            return 0
+        if batch.origin.dealt:
+            raise RequestError(
+                "Ranks meet in each unit of a sharded model, and rows dealt by length take unequal numbers of passes.",
+                "Leave lengths out.",
+            )
+        return max(count_passes(*each) for each in zip(batch.sizes, self.shares.micros, strict=True))
 
     def close_parts(self) -> None:
         """All passes of a batch are computed."""

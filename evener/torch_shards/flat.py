@@ -1,0 +1,219 @@
+"""Parameters of one type, one after the other: whole while they are used, else each rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..shares.whole_rows import apportion, bounds
+from ..torch_split.collectives import own_collectives
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A rank among those that share a model: the part of the state that each holds, and this rank's device."""
+
+    rank: int
+    parts: tuple[float, ...]
+    device: Any
+
+    @property
+    def on_nccl(self) -> bool:
+        """True where NCCL moves this device's tensors."""
+        name: str = dist.group.WORLD._get_backend(self.device).name()
+        return name == "nccl"
+
+
+def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """The ranges of a flat that ranks hold, by their parts; each holds an element, for which the flat may be longer."""
+    ranks = len(parts)
+    return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
+
+
+class Slot:
+    """A parameter in a flat: the modules that have it, its whole tensor, and this rank's piece of it."""
+
+    __slots__ = ("before", "fired", "name", "owners", "piece", "received", "shape", "start", "view", "whole")
+
+    def __init__(self, name: str, owners: Sequence[tuple[Any, str]], shape: torch.Size, start: int) -> None:
+        self.name, self.owners, self.shape, self.start = name, tuple(owners), shape, start
+        self.piece: Any = None  # a Parameter of one dimension, which the optimizer trains; it may be empty
+        self.whole: Any = None  # a Parameter without memory unless its unit is gathered
+        self.view: Any = None  # the gradient's piece
+        self.fired = False  # a gradient came since the last sum
+        self.received = self.before = False  # there is a sum in this backward pass; there was a gradient before it
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole parameter."""
+        return int(self.shape.numel())
+
+    def point_to(self, parameter: Any) -> None:
+        """Make this the parameter of its modules."""
+        for module, name in self.owners:
+            if isinstance(module, torch.nn.RNNBase):
+                setattr(module, name, parameter)  # which keeps a list of them
+            else:
+                module._parameters[name] = parameter
+
+
+class Flat:
+    """Parameters of one type in a unit; `held` counts bytes of each kind as they come and go."""
+
+    def __init__(self, place: Place, slots: list[Slot], tensors: Sequence[Any], dtype: Any, held: Any) -> None:
+        first = tensors[0]
+        self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
+        self.elements = sum(slot.numel for slot in slots)
+        self.cuts = cut(self.elements, place.parts)
+        self.start, self.stop = self.cuts[place.rank]
+        length = self.cuts[-1][1]
+        filled = torch.zeros(length, dtype=first.dtype, device=place.device)
+        if first.device.type != "meta":
+            self._fill(filled, tensors)
+        self.shard = filled[self.start : self.stop].clone()
+        self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
+        self._grads: torch.Tensor | None = None  # of all its parameters, for this rank's rows
+        self._grad_shard: torch.Tensor | None = None
+        self._work: list[Any] = []
+        for slot in slots:
+            self._make_parameters(slot)
+        held.add("shards", _size(self.shard))
+        self.whole.untyped_storage().resize_(0)
+
+    def _fill(self, filled: torch.Tensor, tensors: Sequence[Any]) -> None:
+        with torch.no_grad():
+            for slot, tensor in zip(self.slots, tensors, strict=True):
+                filled[slot.start : slot.start + slot.numel].copy_(tensor.detach().reshape(-1))
+        with own_collectives():
+            dist.broadcast(filled, 0)
+
+    def _make_parameters(self, slot: Slot) -> None:
+        low, high = self.range_of(slot)
+        whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
+        slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
+        slot.piece = torch.nn.Parameter(self.shard[low:high], requires_grad=self.trainable)
+        slot.point_to(slot.piece)
+
+    def range_of(self, slot: Slot) -> tuple[int, int]:
+        """The range of this rank's shard that is of a parameter."""
+        low, high = max(slot.start, self.start), min(slot.start + slot.numel, self.stop)
+        return (low - self.start, high - self.start) if low < high else (0, 0)
+
+    # ------------------------------------------------------------------ whole parameters
+
+    def gather(self) -> list[Any]:
+        """Begin to gather the whole parameters; returns what has to be waited for."""
+        self.whole.untyped_storage().resize_(_size(self.whole))
+        self.held.add("gathered", _size(self.whole))
+        # what autograd saved of them in the forward pass is what it gets again
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.whole):
+            return self.collect(self.whole, self.shard)
+
+    def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
+        """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""
+        own = whole[self.start : self.stop]
+        own.copy_(shard)
+        with own_collectives():
+            if not self._place.on_nccl:
+                return [dist.broadcast(whole[a:b], i, async_op=True) for i, (a, b) in enumerate(self.cuts) if a < b]
+            if self._is_even():
+                return [dist.all_gather_into_tensor(whole, own, async_op=True)]
+            return [dist.all_gather([whole[a:b] for a, b in self.cuts], own, async_op=True)]
+
+    def _is_even(self) -> bool:
+        return len({stop - start for start, stop in self.cuts}) == 1
+
+    def free(self) -> None:
+        """Drop the whole parameters."""
+        self.held.add("gathered", -_size(self.whole))
+        self.whole.untyped_storage().resize_(0)
+
+    # ------------------------------------------------------------------ gradients
+
+    def take(self, slot: Slot) -> None:
+        """Take the gradient that a backward pass left at a whole parameter."""
+        if self._grads is None:
+            self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
+            self.held.add("gathered", _size(self._grads))
+        gradient, slot.whole.grad = slot.whole.grad, None
+        part = self._grads[slot.start : slot.start + slot.numel]
+        with torch.no_grad():
+            part.add_(gradient.reshape(-1)) if slot.fired else part.copy_(gradient.reshape(-1))
+        slot.fired = True
+
+    def send(self, weight: float) -> None:
+        """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets those of its shard."""
+        self.receive()
+        if self._grads is None:
+            self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
+            self.held.add("gathered", _size(self._grads))
+        with torch.no_grad(), own_collectives():
+            if weight == 0.0:
+                self._grads.zero_()  # keeps infinities out
+            elif weight != 1.0:
+                self._grads.mul_(weight)
+            parts = [self._grads[a:b] for a, b in self.cuts]
+            if not self._place.on_nccl:
+                self._work = [dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)]
+            elif self._is_even():
+                self._work = [dist.reduce_scatter_tensor(parts[self._place.rank], self._grads, async_op=True)]
+            else:
+                self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
+
+    def receive(self) -> None:
+        """Wait for the sum, if one is under way, and add it to what this rank has."""
+        if not self._work:
+            return
+        for work in self._work:
+            work.wait()
+        assert self._grads is not None
+        with torch.no_grad():
+            self._add(self._grads[self.start : self.stop])
+        self.held.add("gathered", -_size(self._grads))
+        self._work, self._grads = [], None
+
+    def _add(self, summed: torch.Tensor) -> None:
+        if self._grad_shard is None:
+            self._grad_shard = torch.zeros_like(self.shard)
+            self.held.add("gradients", _size(self._grad_shard))
+            for slot in self.slots:
+                low, high = self.range_of(slot)
+                slot.view = self._grad_shard[low:high]
+        fresh = [slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view]
+        if len(fresh) == len(self.slots) and all(slot.piece.grad is None for slot in fresh):
+            self._grad_shard.copy_(summed)
+        else:
+            for slot in fresh:
+                slot.view.zero_() if slot.piece.grad is None else slot.view.copy_(slot.piece.grad)
+            self._grad_shard.add_(summed)
+        for slot in self.slots:
+            if not slot.received:
+                slot.received, slot.before, slot.piece.grad = True, slot.piece.grad is not None, None
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """After a backward pass, give each piece its gradient, but for parameters that no rank used."""
+        for slot, is_used in zip(self.slots, used, strict=True):
+            if not slot.received:
+                continue
+            if slot.piece.grad is not None:  # of a loss of the parameters themselves
+                slot.view.add_(slot.piece.grad)
+            if is_used or slot.before or slot.piece.grad is not None:
+                slot.piece.grad = slot.view
+            slot.received = slot.before = slot.fired = False
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def starts(shapes: Sequence[torch.Size]) -> list[int]:
+    """Where parameters of these shapes begin in a flat."""
+    ends = [0]
+    for shape in shapes:
+        ends.append(ends[-1] + int(shape.numel()))
+    return [start for start, _ in pairwise(ends)]

@@ -1,0 +1,82 @@
+"""Sharded models learn what one process learns, to float64's rounding, and what can't be sharded is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import torch_shard_programs as programs
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+SMALL = ("adamw, clipped", "passes, counted, accumulated", "checkpointed", "adapters")
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+    """What each of three ranks learned in each case, and what it was refused."""
+    return trainer_ranks("tests.support.torch_shard_programs.train_all", 3, list(programs.CASES), world=3)
+
+
+@cache
+def one_process(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    return programs.reference(programs.CASES[name], 8)
+
+
+def check(ranks: list[Any], name: str) -> None:
+    """Every rank has the weights and the norms of gradients of the plain loop."""
+    weights, norms = one_process(name)
+    for rank in ranks:
+        assert rank[name]["norms"] == pytest.approx(norms, abs=1e-12)
+        assert {"words.weight", "blocks.2.up.bias"} <= set(rank[name]["weights"])
+        for each, mine in rank[name]["weights"].items():
+            torch.testing.assert_close(mine, weights[each], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", programs.CASES)
+def test_it_learns_what_one_process_learns(trained: list[Any], name: str) -> None:
+    check(trained, name)
+
+
+@pytest.mark.parametrize("name", programs.CASES)
+def test_the_trainings_moved_the_weights(name: str) -> None:
+    """What is compared isn't the start."""
+    start = dict(programs.make_model(programs.CASES[name]).named_parameters())
+    weights, _ = one_process(name)
+    assert max(float((weights[each] - start[each]).detach().abs().max()) for each in start) > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_so_it_is_on_other_numbers_of_ranks(trainer_ranks: Callable[..., list[Any]], world: int) -> None:
+    ranks = trainer_ranks("tests.support.torch_shard_programs.train_all", world, SMALL, world=world)
+    for name in SMALL:
+        check(ranks, name)
+
+
+def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
+    """NCCL's uneven lists."""
+    ranks = gpu_ranks("tests.support.torch_shard_programs.train_all", 2, SMALL)
+    for name in SMALL:
+        for rank in ranks:
+            rank[name]["weights"] = {each: tensor.cpu() for each, tensor in rank[name]["weights"].items()}
+        check(ranks, name)
+
+
+def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
+    """Ranks that compute rows 5:2:1 hold 1:2:5 of parameters, gradients and optimizer state."""
+    for name in ("adamw, clipped", "units by class"):
+        for kind in ("shards", "gradients", "state"):
+            held = [rank[name]["now"][kind] for rank in trained]
+            assert [each / sum(held) for each in held] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.01)
+        assert all(rank[name]["now"]["gathered"] == 0 for rank in trained)
+
+
+@pytest.mark.parametrize("refusal", programs.REFUSED)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(trained: list[Any], refusal: str) -> None:
+    words, _ = programs.REFUSED[refusal]
+    for rank in trained:
+        assert words in rank["refused"][refusal]

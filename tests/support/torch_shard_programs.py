@@ -1,0 +1,347 @@
+"""Trainings of sharded models, and the same in one process: state 1:2:5 on ranks that compute rows 5:2:1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from evener.plan.file import make_layout
+from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch_split import Split
+from tests.support.torch_ranks import example_plan
+
+STEPS, WIDTH, WORDS, ROWS = 7, 8, 11, 43  # a last batch of 3 rows of 8
+PARTS = {2: (1.0, 3.0), 3: (1.0, 2.0, 5.0), 4: (1.0, 2.0, 5.0, 1.5)}
+SHARES = {2: (6, 2), 3: (5, 2, 1), 4: (4, 2, 1, 1)}
+
+
+class Block(torch.nn.Module):
+    """Two layers beside their input, with an option of each kind that a model may have."""
+
+    def __init__(self, case: ShardCase) -> None:
+        super().__init__()
+        self.normal = torch.nn.LayerNorm(WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.unused = torch.nn.Parameter(torch.ones(3)) if case.unused else None
+        self.low = self.high = None
+        if case.adapters:
+            self.low, self.high = torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        hidden = self.down(torch.nn.functional.gelu(self.up(self.normal(rows))))
+        if self.low is not None and self.high is not None:
+            hidden = hidden + self.high(self.low(rows))
+        return rows + scale * hidden
+
+
+class Model(torch.nn.Module):
+    """Words in, a word out."""
+
+    def __init__(self, case: ShardCase) -> None:
+        super().__init__()
+        self.case = case
+        self.words = torch.nn.Embedding(WORDS, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block(case) for _ in range(3))
+        self.recurrent = torch.nn.GRU(WIDTH, WIDTH, batch_first=True) if case.recurrent else None
+        self.normal = torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
+        if case.tied:
+            self.head.weight = self.words.weight
+        if case.tied_blocks:
+            self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.inner = torch.tensor(0.0)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        rows = self.words(inputs)
+        if self.training:
+            self.seen += 1
+        for number in (0, 1, 2, 1) if self.case.again else (0, 1, 2):
+            if self.case.checkpoint is None:
+                rows = self.blocks[number](rows, scale=0.5)
+            else:
+                rows = checkpoint(self.blocks[number], rows, use_reentrant=self.case.checkpoint)
+        if self.recurrent is not None:
+            rows = self.recurrent(rows)[0]
+        self.inner = (rows**2).mean()
+        outputs = self.head(self.normal(rows).mean(1))
+        return {"words": outputs} if self.case.mapping else outputs
+
+
+class ShardCase(msgspec.Struct, frozen=True):
+    """One training."""
+
+    optimizer: str = "adamw"
+    clip: float | None = None
+    accumulate: int = 1
+    micros: tuple[int, ...] = ()  # of each rank: by split.parts
+    frozen: tuple[str, ...] = ()  # parameters whose names begin so
+    adapters: bool = False
+    tied: bool = False
+    tied_blocks: bool = False
+    unused: bool = False
+    recurrent: bool = False
+    again: bool = False  # one block computes twice
+    checkpoint: bool | None = None  # of activations, reentrant or not
+    mapping: bool = False
+    inner: bool = False  # a loss of what a block gave
+    penalty: float = 0.0
+    groups: bool = False  # no decay for vectors
+    validate: bool = False
+    by_loss: bool = False
+    units: str = ""
+
+
+CASES = {
+    "adamw, clipped": ShardCase(clip=0.1, groups=True, validate=True),
+    "momentum, clipped by the largest": ShardCase("momentum", clip=0.01),
+    "accumulated, tied": ShardCase("momentum", accumulate=3, tied=True, mapping=True),
+    "passes, clipped": ShardCase(micros=(2, 1, 1, 1), clip=0.1),
+    "passes, counted, accumulated": ShardCase("momentum", micros=(3, 2, 1, 1), accumulate=2),
+    "frozen": ShardCase(frozen=("words", "blocks.0", "blocks.1.up"), clip=0.1),
+    "adapters": ShardCase(frozen=("words", "blocks", "head"), adapters=True),
+    "unused, tied over blocks": ShardCase(unused=True, tied_blocks=True, again=True),
+    "checkpointed": ShardCase(checkpoint=False, clip=0.1),
+    "checkpointed, reentrant": ShardCase("momentum", checkpoint=True, again=True),
+    "an inner loss, a penalty": ShardCase(inner=True, penalty=1e-2, recurrent=True),
+    "weighted by loss": ShardCase("momentum", by_loss=True, clip=0.1),
+    "units by class": ShardCase("momentum", units="linear"),
+    "units by size": ShardCase(units="size"),
+}
+
+
+def make_model(case: ShardCase) -> Model:
+    torch.manual_seed(3)
+    model: Model = Model(case).double()
+    for name, each in model.named_parameters():
+        each.requires_grad_(not name.startswith(case.frozen or ("-",)) or "low" in name or "high" in name)
+    return model
+
+
+def make_optimizer(case: ShardCase, model: Any) -> torch.optim.Optimizer:
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    plain = [each for name, each in named if case.groups and "bias" in name]
+    rest = [each for name, each in named if not (case.groups and "bias" in name)]
+    groups = [{"params": rest}, *([{"params": plain, "weight_decay": 0.0}] if plain else [])]
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(groups, 1e-2, weight_decay=0.1)
+    return torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(0, WORDS, (ROWS, 5), generator=generator)
+    return torch.utils.data.TensorDataset(words, torch.randint(0, WORDS, (ROWS,), generator=generator))
+
+
+def objective(case: ShardCase, model: Any, inputs: Any, labels: Any) -> Any:
+    outputs = model(inputs)
+    outputs = outputs["words"] if case.mapping else outputs
+    loss = torch.nn.functional.cross_entropy(outputs, labels)
+    if case.inner:
+        loss = loss + model.inner
+    if case.penalty:
+        loss = loss + case.penalty * sum((each**2).sum() for each in model.parameters() if each.requires_grad)
+    return loss
+
+
+def finish(case: ShardCase, step: int, model: Any, update: torch.optim.Optimizer) -> float:
+    norm = 0.0
+    if (step + 1) % case.accumulate == 0:
+        if case.clip is not None:
+            kind = float("inf") if "momentum" in case.optimizer and not case.by_loss else 2.0
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip, kind))
+        update.step()
+        update.zero_grad()
+    return norm
+
+
+def reference(case: ShardCase, global_batch: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights by name, and norms of gradients, of one process."""
+    model = make_model(case)
+    update = make_optimizer(case, model)
+    norms: list[float] = []
+    inputs, labels = data().tensors
+    for step, rows in zip(range(STEPS), batches(global_batch), strict=False):
+        (objective(case, model, inputs[rows], labels[rows]) / case.accumulate).backward()
+        norms.append(finish(case, step, model, update))
+    return {name: each.detach() for name, each in model.state_dict().items()}, norms
+
+
+def batches(global_batch: int) -> Iterator[list[int]]:
+    sampler = UnevenBatchSampler(ROWS, [global_batch], 0, seed=2)
+    for epoch in range(STEPS):
+        sampler.set_epoch(epoch)
+        yield from sampler
+
+
+def make_split(case: ShardCase, shares: Sequence[int]) -> Split:
+    plan = example_plan(tuple(shares))
+    if case.micros:
+        layout = make_layout("split", plan.layout.share, tuple(shares), micros=case.micros[: len(shares)])
+        plan = msgspec.structs.replace(plan, layout=layout)
+    return Split(plan, weigh="loss" if case.by_loss else "gradients")
+
+
+def start(case: ShardCase, world: int) -> tuple[Split, Any]:
+    split = make_split(case, SHARES[world])
+    units: Any = {"linear": torch.nn.Linear, "": None}.get(case.units)
+    model = make_model(case)
+    if case.units == "size":
+        model.blocks = torch.nn.Sequential(*model.blocks)
+    return split, split.shard(model, units=units, state=PARTS[world])
+
+
+def train(case: ShardCase, world: int) -> dict[str, Any]:
+    """What this rank learns."""
+    split, model = start(case, world)
+    update = make_optimizer(case, model)
+    norms: list[float] = []
+    loader = split.loader(data(), seed=2)
+    while len(norms) < STEPS:
+        for batch in loader:
+            compute(case, split, model, batch)
+            norms.append(finish(case, len(norms), model, update))
+            if case.validate:
+                validate(split, model)
+            if len(norms) == STEPS:
+                break
+    held = model.exchange.held
+    return {"weights": whole(model), "norms": norms, "now": dict(held.now), "most": dict(held.most), "peak": held.peak}
+
+
+def compute(case: ShardCase, split: Split, model: Any, batch: Any) -> None:
+    if case.micros:
+        count = (lambda part: len(part.batch[1])) if "momentum" in case.optimizer else None
+        for part in split.parts(batch, count):
+            part.backward(objective(case, model, *part.batch) / case.accumulate)
+        return
+    loss = objective(case, model, *batch) / case.accumulate
+    (split.scale(loss) if case.by_loss else loss).backward()
+
+
+def validate(split: Split, model: Any) -> None:
+    model.eval()
+    for inputs, _ in split.loader(data(), training=False):
+        model(inputs)  # with gradients that nobody takes
+        with torch.no_grad():
+            model(inputs)
+    model.train()
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """The whole parameters by name."""
+    sharded = model.exchange
+    found: dict[str, torch.Tensor] = {}
+    for unit in [sharded.root, *sharded.units]:
+        unit.gather()
+        found |= {slot.name: slot.whole.detach().clone() for slot in unit.slots}
+        unit.free()
+    return found
+
+
+def with_old_optimizer(split: Split, model: Any) -> None:
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    step(split, split.shard(model), update)
+
+
+def with_whole_optimizer(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    step(split, model, torch.optim.Adafactor(model.parameters()))
+
+
+def with_late_freeze(split: Split, model: Any) -> None:
+    split.shard(model).head.requires_grad_(False)
+    step(split, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def with_copy(split: Split, model: Any) -> None:
+    copy.deepcopy(split.shard(model))
+
+
+def with_state(split: Split, model: Any) -> None:
+    split.shard(model).state_dict()
+
+
+def with_optimizer_state(split: Split, model: Any) -> None:
+    update = torch.optim.SGD(split.shard(model).parameters(), 0.1, momentum=0.9)
+    step(split, model, update)
+    update.state_dict()
+
+
+def wrapped(split: Split, model: Any) -> None:
+    split.shard(split.wrap(model))
+
+
+def with_wrong_parts(split: Split, model: Any) -> None:
+    split.shard(model, state=[1.0, 0.0, 1.0])
+
+
+def with_no_unit(split: Split, model: Any) -> None:
+    split.shard(model, units=torch.nn.Conv2d)
+
+
+def compiled(split: Split, model: Any) -> None:
+    torch.compile(split.shard(model), backend="eager")(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def by_length(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    for batch in split.loader(data(), lengths=list(range(1, ROWS + 1))):
+        for part in split.parts(batch):
+            part.backward(objective(model.case, model, *part.batch))
+
+
+def out_of_memory(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    for batch in split.loader(data()):
+        for part in split.parts(batch):
+            with part:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def step(split: Split, model: Any, update: Any) -> None:
+    for inputs, labels in split.loader(data()):
+        objective(model.case, model, inputs, labels).backward()
+        update.step()
+        return
+
+
+REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
+    "an optimizer from before": ("Make the optimizer after split.shard", with_old_optimizer),
+    "an optimizer of whole parameters": ("Adafactor looks at whole parameters", with_whole_optimizer),
+    "frozen later": ("Do that before split.shard", with_late_freeze),
+    "a copy": ("can't be copied", with_copy),
+    "state_dict": ("split.model_state", with_state),
+    "an optimizer's state_dict": ("split.optimizer_state", with_optimizer_state),
+    "a wrapped model": ("wrapped or compiled already", wrapped),
+    "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
+    "units of no module": ("Give classes of its blocks", with_no_unit),
+    "torch.compile": ("can't be compiled", compiled),
+    "rows by length": ("Leave lengths out", by_length),
+    "out of memory": ("ranks meet in each unit of a sharded model", out_of_memory),
+}
+
+
+def refuse(program: Callable[[Split, Any], None], world: int) -> str:
+    """The sentence with which a program ends."""
+    try:
+        program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train_all(folder: Path, rank: int, world: int, names: Sequence[str]) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}
+    if world == 3:
+        trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
+    torch.save(trained, folder / f"{rank}.pt")
