@@ -35,12 +35,12 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Slot:
-    """A parameter in a flat: the modules that have it, its whole tensor, and this rank's piece of it."""
+    """A parameter in a flat: its names in the model, one in each place, its whole tensor, and this rank's piece."""
 
-    __slots__ = ("before", "fired", "name", "owners", "piece", "received", "shape", "start", "view", "whole")
+    __slots__ = ("before", "fired", "names", "owners", "piece", "received", "shape", "start", "view", "whole")
 
-    def __init__(self, name: str, owners: Sequence[tuple[Any, str]], shape: torch.Size, start: int) -> None:
-        self.name, self.owners, self.shape, self.start = name, tuple(owners), shape, start
+    def __init__(self, names: Sequence[str], owners: Sequence[tuple[Any, str]], shape: torch.Size, start: int) -> None:
+        self.names, self.owners, self.shape, self.start = tuple(names), tuple(owners), shape, start
         self.piece: Any = None  # a Parameter of one dimension, which the optimizer trains; it may be empty
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
@@ -69,6 +69,7 @@ class Flat:
         self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
         self.elements = sum(slot.numel for slot in slots)
         self.cuts = cut(self.elements, place.parts)
+        self.rank = place.rank
         self.start, self.stop = self.cuts[place.rank]
         length = self.cuts[-1][1]
         filled = torch.zeros(length, dtype=first.dtype, device=place.device)

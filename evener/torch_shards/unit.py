@@ -16,8 +16,9 @@ Owners = list[tuple[Any, str]]  # the modules that have a parameter, and its nam
 class Parameter:
     """A parameter before it is cut, with the modules that have it."""
 
-    def __init__(self, name: str, tensor: Any) -> None:
-        self.name, self.tensor = name, tensor
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        self.names: list[str] = []
         self.owners: Owners = []
         self.units: set[str] = set()
 
@@ -30,10 +31,11 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Para
         for name, tensor in module._parameters.items():
             if tensor is None:
                 continue
-            each = found.setdefault(id(tensor), Parameter(f"{path}.{name}".lstrip("."), tensor))
+            each = found.setdefault(id(tensor), Parameter(tensor))
+            each.names.append(f"{path}.{name}".lstrip("."))
             each.owners.append((module, name))
             each.units.add(unit_of.get(id(module), ""))
-            _check_kind(each.name, tensor)
+            _check_kind(each.names[0], tensor)
     sorted_: dict[str, list[Parameter]] = {"": [], **{name: [] for name in units}}
     for each in found.values():
         sorted_[next(iter(each.units)) if len(each.units) == 1 else ""].append(each)
@@ -108,7 +110,7 @@ class Unit:
             for slot in flat.slots:
                 if slot.piece.requires_grad != flat.trainable or slot.piece.dtype != flat.shard.dtype:
                     raise RequestError(
-                        f"The parameter {slot.name} was frozen, unfrozen or converted after split.shard.",
+                        f"The parameter {slot.names[0]} was frozen, unfrozen or converted after split.shard.",
                         "Do that before split.shard.",
                     )
 
@@ -116,7 +118,7 @@ class Unit:
 def _make_flat(parameters: Sequence[Parameter], place: Place, dtype: Any, held: Any) -> Flat:
     shapes = [each.tensor.shape for each in parameters]
     slots = [
-        Slot(each.name, each.owners, shape, start)
+        Slot(each.names, each.owners, shape, start)
         for each, shape, start in zip(parameters, shapes, starts(shapes), strict=True)
     ]
     return Flat(place, slots, [each.tensor for each in parameters], dtype, held)

@@ -54,6 +54,10 @@ def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
         )
 
 
+def _checkpoints() -> Any:
+    return import_module("evener.torch_shards.checkpoint")  # which builds on this package
+
+
 class Split:
     """This process's part of a plan: `rank`, `world`, `device`, `shares` (samples of each rank in a full step).
 
@@ -236,6 +240,32 @@ class Split:
         """
         made = import_module("evener.torch_shards.make")  # which builds on this package
         return cast(Model, made.shard(self._planned, model, units, state, dtype))
+
+    def model_state(self, model: Any) -> dict[str, torch.Tensor]:
+        """On rank 0 a sharded model's whole parameters and buffers in the host's memory, as `state_dict` has them.
+
+        {} on the other ranks. Every rank calls it; it takes no more of a device than a unit.
+        """
+        return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """On rank 0 the whole state of a sharded model's optimizer, as its `state_dict` has it; {} on the others."""
+        return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
+
+    def save(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None) -> None:
+        """Write a sharded model, its optimizer and `extra` (what JSON holds) to a folder; every rank calls it.
+
+        A unit at a time, as safetensors that transformers' from_pretrained reads too. RequestError on every rank where
+        that fails; an older checkpoint in the folder is whole until this one is.
+        """
+        _checkpoints().save(folder, model, optimizer, extra)
+
+    def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
+        """Load what `save` wrote into a sharded model and its optimizer, under any shares; returns its `extra`.
+
+        Rank 0 reads, and every rank calls it. RequestError if it is of another model.
+        """
+        return _checkpoints().load(folder, model, optimizer)
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from evener.torch_shards.checkpoint import INDEX
 from tests.support import torch_shard_programs as programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -17,9 +21,16 @@ SMALL = ("adamw, clipped", "passes, counted, accumulated", "checkpointed", "adap
 
 
 @pytest.fixture(scope="module")
-def trained(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoint that three ranks write."""
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture(scope="module")
+def trained(trainer_ranks: Callable[..., list[Any]], folder: Path) -> list[Any]:
     """What each of three ranks learned in each case, and what it was refused."""
-    return trainer_ranks("tests.support.torch_shard_programs.train_all", 3, list(programs.CASES), world=3)
+    names = list(programs.CASES)
+    return trainer_ranks("tests.support.torch_shard_programs.train_all", 3, names, str(folder), world=3)
 
 
 @cache
@@ -51,15 +62,56 @@ def test_the_trainings_moved_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_so_it_is_on_other_numbers_of_ranks(trainer_ranks: Callable[..., list[Any]], world: int) -> None:
-    ranks = trainer_ranks("tests.support.torch_shard_programs.train_all", world, SMALL, world=world)
+def test_other_numbers_of_ranks_do_too_and_train_on_from_a_checkpoint(
+    trainer_ranks: Callable[..., list[Any]], trained: list[Any], folder: Path, world: int
+) -> None:
+    """Under other shares, of rows and of state."""
+    arguments = world, SMALL, str(folder)
+    ranks = trainer_ranks("tests.support.torch_shard_programs.train_all", *arguments, world=world)
     for name in SMALL:
         check(ranks, name)
+    weights, _ = programs.reference(programs.SAVED, 8)
+    for rank in (*(each["on"] for each in ranks), *(each["saved"]["weights"] for each in trained)):
+        for name, mine in rank.items():
+            torch.testing.assert_close(mine, weights[name], rtol=0, atol=1e-12)
+    assert all(int(rank["on"]["seen"]) == programs.STEPS for rank in ranks), "buffers too"
+
+
+def finish_alone(model_state: dict[str, Any], optimizer_state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights at the end of the training, by plain PyTorch from the third step."""
+    model = programs.make_model(programs.SAVED)
+    update = programs.make_optimizer(programs.SAVED, model)
+    model.load_state_dict(model_state)
+    update.load_state_dict(optimizer_state)
+    inputs, labels = programs.data().tensors
+    for step, rows in zip(range(programs.STEPS), programs.batches(8), strict=False):
+        if step >= programs.SAVED_AT:
+            programs.objective(programs.SAVED, model, inputs[rows], labels[rows]).backward()
+            programs.finish(programs.SAVED, step, model, update)
+    return {name: each.detach() for name, each in model.state_dict().items()}
+
+
+def test_plain_pytorch_trains_on_from_it(trained: list[Any], folder: Path) -> None:
+    saved = trained[0]["saved"]
+    weights, _ = programs.reference(programs.SAVED, 8)
+    for name, mine in finish_alone(saved["model"], saved["optimizer"]).items():
+        torch.testing.assert_close(mine, weights[name], rtol=0, atol=1e-12)
+    assert all(rank["saved"]["model"] == rank["saved"]["optimizer"] == {} for rank in trained[1:])
+    index = json.loads((folder / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 3, "a unit at a time"
+    for name, file in index["weight_map"].items():
+        stored = load_file(folder / file)[name]
+        torch.testing.assert_close(stored, saved["model"][name], rtol=0, atol=0)
+
+
+def test_a_folder_that_cannot_be_written_is_said_on_every_rank(trained: list[Any]) -> None:
+    for rank in trained:
+        assert "RequestError: The checkpoint /dev/full/there can't be written" in rank["full disk"]
 
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     """NCCL's uneven lists."""
-    ranks = gpu_ranks("tests.support.torch_shard_programs.train_all", 2, SMALL)
+    ranks = gpu_ranks("tests.support.torch_shard_programs.train_all", 2, SMALL, "")
     for name in SMALL:
         for rank in ranks:
             rank[name]["weights"] = {each: tensor.cpu() for each, tensor in rank[name]["weights"].items()}

@@ -241,9 +241,51 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for unit in [sharded.root, *sharded.units]:
         unit.gather()
-        found |= {slot.name: slot.whole.detach().clone() for slot in unit.slots}
+        found |= {slot.names[0]: slot.whole.detach().clone() for slot in unit.slots}
         unit.free()
     return found
+
+
+SAVED, SAVED_AT = ShardCase(clip=0.1, groups=True, tied=True, unused=True, frozen=("blocks.0.up",)), 3
+
+
+def train_and_save(world: int, path: str) -> dict[str, Any]:
+    """Three steps, a checkpoint, and the rest of the training; what a plain PyTorch takes on from there."""
+    split, model = start(SAVED, world)
+    update = make_optimizer(SAVED, model)
+    taken: dict[str, Any] = {}
+    steps, loader = 0, split.loader(data(), seed=2)
+    while steps < STEPS:
+        for batch in loader:
+            compute(SAVED, split, model, batch)
+            finish(SAVED, steps, model, update)
+            steps += 1
+            if steps == SAVED_AT:
+                split.save(path, model, update, {"loop": split.state_dict()})
+                taken = {"model": split.model_state(model), "optimizer": split.optimizer_state(update)}
+            if steps == STEPS:
+                break
+    return {"weights": whole(model), **taken}
+
+
+def train_on(world: int, path: str) -> dict[str, torch.Tensor]:
+    """The rest of the training, under other shares."""
+    split, model = start(SAVED, world)
+    update = make_optimizer(SAVED, model)
+    for group in update.param_groups:
+        group["lr"] = 99.0  # the checkpoint says
+    for each in model.parameters():
+        each.data.fill_(0.5)
+    split.load_state_dict(split.load(path, model, update)["loop"])
+    steps, loader = SAVED_AT, split.loader(data(), seed=2)
+    while steps < STEPS:
+        for batch in loader:
+            compute(SAVED, split, model, batch)
+            finish(SAVED, steps, model, update)
+            steps += 1
+            if steps == STEPS:
+                break
+    return {**whole(model), "seen": model.seen}
 
 
 def with_old_optimizer(split: Split, model: Any) -> None:
@@ -338,10 +380,14 @@ def refuse(program: Callable[[Split, Any], None], world: int) -> str:
     return ""
 
 
-def train_all(folder: Path, rank: int, world: int, names: Sequence[str]) -> None:
+def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
     trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}
+    if world != 3 and path:
+        trained["on"] = train_on(world, path)
     if world == 3:
+        trained["saved"] = train_and_save(world, path)
+        trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
         trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
     torch.save(trained, folder / f"{rank}.pt")
