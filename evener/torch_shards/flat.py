@@ -14,7 +14,7 @@ from ..shares.whole_rows import apportion, bounds
 from ..torch_split.collectives import own_collectives
 
 
-class Place(msgspec.Struct, frozen=True):
+class ShardPlace(msgspec.Struct, frozen=True):
     """A rank among those that share a model: the part of the state that each holds, and this rank's device."""
 
     rank: int
@@ -62,9 +62,9 @@ class Slot:
 
 
 class Flat:
-    """Parameters of one type in a unit; `held` counts bytes of each kind as they come and go."""
+    """The parameters of one type in a unit; the ledger `held` counts their bytes."""
 
-    def __init__(self, place: Place, slots: list[Slot], tensors: Sequence[Any], dtype: Any, held: Any) -> None:
+    def __init__(self, place: ShardPlace, slots: list[Slot], tensors: Sequence[Any], dtype: Any, held: Any) -> None:
         first = tensors[0]
         self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
         self.elements = sum(slot.numel for slot in slots)
@@ -74,7 +74,7 @@ class Flat:
         length = self.cuts[-1][1]
         filled = torch.zeros(length, dtype=first.dtype, device=place.device)
         if first.device.type != "meta":
-            self._fill(filled, tensors)
+            self._copy_whole(filled, tensors)
         self.shard = filled[self.start : self.stop].clone()
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
@@ -86,7 +86,7 @@ class Flat:
         held.add("shards", _size(self.shard))
         self.whole.untyped_storage().resize_(0)
 
-    def _fill(self, filled: torch.Tensor, tensors: Sequence[Any]) -> None:
+    def _copy_whole(self, filled: torch.Tensor, tensors: Sequence[Any]) -> None:
         with torch.no_grad():
             for slot, tensor in zip(self.slots, tensors, strict=True):
                 filled[slot.start : slot.start + slot.numel].copy_(tensor.detach().reshape(-1))

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded model, counted as it comes and goes."""
+"""The ledger of a rank: the bytes that it holds of a sharded model."""
 
 from __future__ import annotations
 

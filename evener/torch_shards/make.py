@@ -18,7 +18,7 @@ from ..torch_split.wrapped import (
     is_sharded,
     model_digest,
 )
-from .flat import Place
+from .flat import ShardPlace
 from .optimizers import look_after
 from .sharded import Sharded
 from .units import choose_units
@@ -30,7 +30,7 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
     if training.world == 1:
         return training.wrap(model)
     _check(training, model)
-    place = Place(training.rank, _parts(training, state), training.device)
+    place = ShardPlace(training.rank, _parts(training, state), training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
     for module in model.modules():

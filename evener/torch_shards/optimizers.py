@@ -1,4 +1,4 @@
-"""What looks at a sharded model's gradients as a whole: clipping, loss scaling, and the kinds of optimizers.
+"""Clipping, loss scaling and optimizers of a sharded model, which need its gradients as a whole.
 
 An optimizer trains this rank's pieces. That is what one process does if each element's step depends on it alone.
 """

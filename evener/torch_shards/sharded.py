@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..torch_rows.structure import each_tensor, tensors_in
 from ..torch_split.collectives import own_collectives
-from .flat import Place
+from .flat import ShardPlace
 from .ledger import Ledger
 from .unit import Unit, find_parameters
 
@@ -31,7 +31,7 @@ class Sharded:
     `dtype` is that of the whole parameters, where it isn't the shards'.
     """
 
-    def __init__(self, model: Any, units: Mapping[str, Any], place: Place, dtype: Any = None) -> None:
+    def __init__(self, model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None) -> None:
         self.held, self.place = Ledger(), place
         parameters = find_parameters(model, units)
         modules = {"": model, **units}

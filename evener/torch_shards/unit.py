@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
-from .flat import Flat, Place, Slot, starts
+from .flat import Flat, ShardPlace, Slot, starts
 
 Owners = list[tuple[Any, str]]  # the modules that have a parameter, and its name in each
 
@@ -53,7 +53,9 @@ def _check_kind(name: str, tensor: Any) -> None:
 class Unit:
     """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for the model itself."""
 
-    def __init__(self, name: str, module: Any, parameters: Sequence[Parameter], place: Place, dtype: Any, held: Any):
+    def __init__(
+        self, name: str, module: Any, parameters: Sequence[Parameter], place: ShardPlace, dtype: Any, held: Any
+    ):
         self.name, self.module = name, module
         kinds: dict[Any, list[Parameter]] = {}
         for each in parameters:
@@ -115,7 +117,7 @@ class Unit:
                     )
 
 
-def _make_flat(parameters: Sequence[Parameter], place: Place, dtype: Any, held: Any) -> Flat:
+def _make_flat(parameters: Sequence[Parameter], place: ShardPlace, dtype: Any, held: Any) -> Flat:
     shapes = [each.tensor.shape for each in parameters]
     slots = [
         Slot(each.names, each.owners, shape, start)
