@@ -1,4 +1,4 @@
-"""Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures`.
+"""Makes the pictures of the app in docs/pictures from simulated runs: `python -m docs.pictures [NAME ...]`.
 
 Clock, host and readings are fixed, so that the same program makes the same pictures on every machine.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from unittest import mock
 import msgspec
 from textual.pilot import Pilot
 
+from docs import chart, moving
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
@@ -30,6 +32,7 @@ from evener.devices.types import HostSample, ProcessSample, Snapshot, value
 from evener.live.files import LiveDevice, ShareChange, Training
 from evener.tui.app import EvenerApp
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 FOLDER = Path(__file__).resolve().parent / "pictures"
 AT_SECONDS = 1_790_070_000.0
 PAIR = "sim:gtx1080ti,gtx1080"
@@ -235,10 +238,15 @@ def main() -> None:
     time.tzset()
     os.environ.pop("NO_COLOR", None)
     FOLDER.mkdir(exist_ok=True)
-    for name in PICTURES:
+    for name in sys.argv[1:] or (*PICTURES, "evener", "results"):
         with tempfile.TemporaryDirectory() as state:
             os.environ["XDG_STATE_HOME"] = state
-            asyncio.run(_draw(name))
+            if name in PICTURES:
+                asyncio.run(_draw(name))
+            elif name == "results":
+                (FOLDER / "results.svg").write_text(chart.draw_results(chart.read_results(README.read_text())))
+            else:
+                (FOLDER / f"{name}.svg").write_text(asyncio.run(moving.draw(AT_SECONDS, HOST, FONT)))
         print(f"{name}: {(FOLDER / f'{name}.svg').stat().st_size / 1024:.0f} kB")
 
 

@@ -1,4 +1,4 @@
-"""What --help and `evener help` say; the scripts of README and help are pasted and run."""
+"""What --help and `evener help` say; the scripts of docs/your_model.md and help are pasted and run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.frameworks import skip_without
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-README = Path(__file__).parents[2] / "README.md"
-SCRIPTS = re.findall(r"```python\n# (train_\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "your_model.md"
+SCRIPTS = re.findall(r"```python\n# (train_\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -50,7 +50,7 @@ def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> 
     assert run(["help", "fly"]) == 2
 
 
-def test_the_readme_has_the_scripts_of_help() -> None:
+def test_the_page_has_the_scripts_of_help() -> None:
     """One for each framework, letter by letter."""
     assert dict(SCRIPTS) == {"train_keras.py": KERAS_EXAMPLE, "train_torch.py": TORCH_EXAMPLE}
 

@@ -1,0 +1,39 @@
+"""README is short, and what it shows is drawn from what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docs.chart import draw_results, read_results
+
+REPO = Path(__file__).resolve().parents[2]
+README = (REPO / "README.md").read_text(encoding="utf-8")
+LARGEST_PICTURE_BYTES = 3 << 20
+
+
+def test_it_is_read_in_one_go() -> None:
+    """At most 110 lines."""
+    assert len(README.splitlines()) <= 110
+
+
+def test_its_chart_is_that_of_its_table() -> None:
+    """`make pictures` draws it."""
+    rows = read_results(README)
+    assert len(rows) > 4
+    assert (REPO / "docs" / "pictures" / "results.svg").read_text() == draw_results(rows)
+
+
+def test_its_links_and_pictures_are_there() -> None:
+    """Pictures are small enough to load at once."""
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", README)]
+    assert len(targets) > 15
+    assert [target for target in targets if not (REPO / target).exists()] == []
+    assert [t for t in targets if t.endswith(".svg") and (REPO / t).stat().st_size > LARGEST_PICTURE_BYTES] == []
+
+
+def test_its_first_example_has_a_fixed_global_batch() -> None:
+    """A free one may be so large that a network takes too few steps to learn."""
+    first = re.search(r"evener balance[^\n`]*", README)
+    assert first is not None
+    assert "--global-batch" in first[0]
