@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     scores = [score(make_case(seed)) for seed in range(options.first, options.first + options.machines)]
-    lines = table(scores)
+    lines = [*table(scores), ""]
     for one in scores:
         if one.reached_part < RIGHT:
             words = f"best is {one.truth}, named {one.named}, which can have {one.named_part:.1%} of it"

@@ -28,10 +28,12 @@ def launch(
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or: -m MODULE ARGS...")],
     max_restarts: Annotated[
         int,
-        typer.Option("--max-restarts", min=0, help="Times to start all again on what computes, if one is killed."),
+        typer.Option(
+            "--max-restarts", min=0, help="If a process is killed: how often to start all again, on the devices left."
+        ),
     ] = 0,
     host: Annotated[
-        str | None, typer.Option("--host", help="Which of the plan's hosts this is. Default: by name and addresses.")
+        str | None, typer.Option("--host", help="Which host of the plan this is. Default: found by name and address.")
     ] = None,
     rendezvous: Annotated[
         str | None,

@@ -82,7 +82,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, driver, frameworks and folders, of every host with --devices ray, and their network.
+    """Check Python, the driver, frameworks and folders; with --devices ray, on every host, and their network.
 
     Exit code 0: balance can run, 1: it can't.
     """

@@ -29,7 +29,7 @@ def replay(
         str, typer.Argument(metavar="FILE|RUN", help="A journal, or a run's id, the beginning of one, or `last`.")
     ],
     speed: Annotated[
-        float, typer.Option("--speed", min=0.1, max=1000.0, help="How many times as fast as it was.")
+        float, typer.Option("--speed", min=0.1, max=1000.0, help="How many times as fast as the run was.")
     ] = 8.0,
     plain_text: Annotated[bool, typer.Option("--plain", help="Print lines, on a terminal too.")] = False,
     ascii_only: AsciiOption = False,

@@ -27,22 +27,26 @@ def run(
     ] = None,
     devices: DevicesOption = "auto",
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan's shares, which stay; else they follow the devices' speed.")
+        Path | None,
+        typer.Option("--plan", help="Keep the shares of this plan. Default: they follow the devices' speed."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="End the program if its shares can't leave even; else it trains evenly.")
+        bool,
+        typer.Option("--strict", help="End the program if it can't be balanced. Default: it trains with even shares."),
     ] = False,
     noise: Annotated[
         bool, typer.Option("--noise", help="Measure the gradient's noise scale: what a larger batch costs in learning.")
     ] = False,
     max_restarts: Annotated[
         int,
-        typer.Option("--max-restarts", min=0, help="Times to start all again on what computes, if one is killed."),
+        typer.Option(
+            "--max-restarts", min=0, help="If a process is killed: how often to start all again, on the devices left."
+        ),
     ] = 0,
 ) -> int:
-    """Start a training program once for each device, as torchrun does, and balance it without a changed line.
+    """Start a training program once for each device, as torchrun does, and balance it without changing a line.
 
-    Its global batch, its order of rows and what it learns stay; docs/run.md says which programs can be balanced.
+    Its global batch, the order of rows and what it learns stay the same; docs/run.md says which programs work.
     """
     from ..launch.job import make_job
     from ..launch.processes import named_output

@@ -247,7 +247,9 @@ def _delete(found: Sequence[str], yes: bool) -> None:
 @app.command()
 def export(
     run_id: RunName,
-    form: Annotated[Format | None, typer.Option("--format", help="Default: by the file's ending, or toml.")] = None,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="Default: what the file's name ends in, else toml.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A .toml or .json file. Default: standard output.")
     ] = None,
