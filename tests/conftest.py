@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from evener.balancer.search import budget
@@ -37,7 +38,7 @@ settings.register_profile("evener", deadline=None)  # tests may be slow while th
 settings.load_profile("evener")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A killed test run leaves no training behind that would hold a GPU's memory; the recorded journals are trusted."""
     end_with_this_process()
     gc.set_threshold(50_000, 20, 100)  # as in every Python that a test starts (light_start)
@@ -52,6 +53,21 @@ def pytest_configure() -> None:
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
         with suppress(OSError):
             path.chmod(0o644)  # a checkout under umask 002 lets the group write them
+    write_asserts(config)
+
+
+def write_asserts(config: pytest.Config) -> None:
+    """Rewrite the asserts of this worker's part of the test files, for all workers.
+
+    Each would rewrite every file else, which is half of what collecting takes, where PYTHONDONTWRITEBYTECODE is set.
+    """
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if worker:
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"))[int(worker.removeprefix("gw")) :: workers]:
+            written = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+            if rewrite._read_pyc(path, written) is None and rewrite.try_makedirs(written.parent):
+                status, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, status, written)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from evener.balancer.store import runs
@@ -67,7 +66,11 @@ def train(folder: Path, rank: int, name: str) -> None:
     split = Split(ratios=[1, 1], global_batch=16, weigh="loss" if layered or sharded else "gradients")
     fuse = Fuse()
     model: Any = Net(fuse, layered).double()
-    model = split.wrap(fully_shard(model) if sharded else model)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard  # only ranks import it: it takes a second
+
+        model = fully_shard(model)
+    model = split.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fuse.at = [(*CASES[name], 0)] if rank == 1 else []
     data = TensorDataset(torch.randn(16 * STEPS, WIDTH, generator=torch.Generator().manual_seed(1)).double())
