@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .callbacks import Report
     from .compatibility import SplitWarning, model_digest
+    from .report import Report
     from .split import ENGINES, Split
     from .tf_devices import make_logical_cpus
 
@@ -23,7 +23,7 @@ __all__ = ["ENGINES", "Report", "Split", "SplitWarning", "make_logical_cpus", "m
 
 _MODULES = {
     "ENGINES": "split",
-    "Report": "callbacks",
+    "Report": "report",
     "Split": "split",
     "SplitWarning": "compatibility",
     "make_logical_cpus": "tf_devices",

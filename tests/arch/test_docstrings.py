@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import parsed
+
 REPO = Path(__file__).resolve().parents[2]
 CLEAN = ("balancer", "devices", "evener", "tui", "workloads")
 WITHOUT_A_NOUN = re.compile(r"(Of|The same|Its?|As|Also|And|Those|That|What|Whether|How|They|Which|Who|Whose)\b")
@@ -40,7 +42,7 @@ def named(tree: ast.Module) -> Iterator[tuple[str, Named]]:
 def dependent(path: Path) -> list[str]:
     """Docstrings of a file that can't be understood without what is around them."""
     found = []
-    for name, node in named(ast.parse(path.read_bytes())):
+    for name, node in named(parsed(path)):
         first = (ast.get_docstring(node) or "").partition("\n")[0]
         if WITHOUT_A_NOUN.match(first) or FRAGMENTS.search(first):
             found.append(f"{path.relative_to(REPO)} {name}: {first}")

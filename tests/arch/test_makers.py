@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from evener.devices.registry import all_backends
 from evener.plan.layout import GPU_IDS
-from tests.arch.test_names import PACKAGES, files, place
+from tests.support.sources import PACKAGES, REPO, files, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
 OWN = ("devices/nvidia/", "devices/registry.py")
@@ -27,12 +26,11 @@ SHOWN = (
     "tui/view/devices.py",  # leaves the maker out of a product's name
     "tui/cli/machine.py",  # shows the reference units of some NVIDIA products
 )
-REPO = Path(__file__).parents[2]
 
 
-def makers_in(code: str) -> Iterator[tuple[int, str]]:
+def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Imports, names and strings that name a maker; a text with a space is written for people, and compares nothing."""
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=found):
                 words = [alias.name for alias in found]
@@ -58,9 +56,9 @@ def test_no_maker_is_named_outside_its_folder() -> None:
     hits = [
         f"{place(path, line)}  {word}"
         for package in PACKAGES
-        for path in files(package, (".py",))
+        for path in files(package)
         if not str(path.relative_to(REPO)).startswith(OWN + FRAMEWORKS + SHOWN)
-        for line, word in makers_in(path.read_text())
+        for line, word in makers_in(parsed(path))
     ]
     assert hits == []
 
@@ -74,5 +72,5 @@ def test_plans_know_the_ids_of_every_makers_gpus() -> None:
 def test_a_makers_name_would_be_found() -> None:
     """The check itself: an import, a name, a string and a comparison, but not what is written for people."""
     found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"', 'device.kind == "gpu"']
-    assert [len(list(makers_in(code))) for code in found] == [1, 1, 1, 1]
-    assert list(makers_in('print("an NVIDIA GPU is here", device.kind)')) == []
+    assert [len(list(makers_in(ast.parse(code)))) for code in found] == [1, 1, 1, 1]
+    assert list(makers_in(ast.parse('print("an NVIDIA GPU is here", device.kind)'))) == []

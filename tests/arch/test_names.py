@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import ast
 import io
-import os
 import re
 import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support.sources import PACKAGES, REPO, files, parsed, place
+
 # packages and folders; "." stands for the files beside them
 CLEAN = ("evener", "devices", "workloads", "balancer", "tui", "benchmarks", "docs", "examples", ".")
-PACKAGES = ("evener", "devices", "workloads", "balancer", "tui")
 FORBIDDEN = {"told", "purse", "ration", "scout", "party", "room", "rooms", "trial", "orders"}
 FORBIDDEN |= {"alike", "beside", "known", "fill", "peak", "looks", "feed", "measured"}
 SAME_NAME = {"Split"}  # one for Keras, one for PyTorch: a training script imports either
 JARGON = re.compile(r"\b(told|purses?|rations?|scout(s|ed|ing)?|party|parties)\b", re.IGNORECASE)
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-REPO = Path(__file__).parents[2]
 THIS_FILE = Path(__file__).resolve()
 
 
@@ -38,25 +36,6 @@ class Hit(NamedTuple):
     what: str
 
 
-def files(folder: str, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """The folder's own files, links not followed; "." has those of the repository's root alone."""
-    for path, folders, names in os.walk(REPO / folder):
-        folders[:] = [] if folder == "." else sorted(name for name in folders if not name.startswith((".", "__pyc")))
-        for name in sorted(names):
-            found = Path(path, name)
-            if found.suffix in suffixes and found != THIS_FILE:
-                yield found
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_bytes())
-
-
-def place(path: Path, line: int) -> str:
-    return f"{path.relative_to(REPO)}:{line}"
-
-
 def components(name: str) -> set[str]:
     """`GpuReader` has gpu and reader, `_read_all` has read and all."""
     return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
@@ -64,7 +43,7 @@ def components(name: str) -> set[str]:
 
 def forbidden_names(package: str) -> Iterator[Hit]:
     """Modules, classes and functions with a forbidden word in their names."""
-    for path in files(package, (".py",)):
+    for path in files(package):
         defined = [(node.name, node.lineno) for node in ast.walk(parsed(path)) if isinstance(node, DEFINITIONS)]
         for name, line in [(path.stem, 1), *defined]:
             if words := components(name) & FORBIDDEN:
@@ -75,7 +54,7 @@ def repeated_classes(packages: tuple[str, ...]) -> Iterator[Hit]:
     """Public classes of one name in these packages."""
     found: dict[str, list[str]] = defaultdict(list)
     for package in packages:
-        for path in files(package, (".py",)):
+        for path in files(package):
             for node in parsed(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     found[node.name].append(place(path, node.lineno))
@@ -87,7 +66,7 @@ def repeated_classes(packages: tuple[str, ...]) -> Iterator[Hit]:
 def jargon(folder: str) -> Iterator[Hit]:
     """Private words in documents, comments, docstrings and messages; a text without a space is no prose."""
     for path in files(folder, (".py", ".md")):
-        for line, text in prose(path):
+        for line, text in prose(path) if path != THIS_FILE else ():
             for number, each in enumerate(text.splitlines(), line):
                 for found in JARGON.finditer(each):
                     yield Hit(place(path, number), f"{found[0]}: {each.strip()[:100]}")

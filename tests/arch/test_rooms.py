@@ -11,7 +11,7 @@ import pytest
 from evener.balancer.families import FAMILIES
 from evener.balancer.objectives import OBJECTIVES
 from evener.plan.layout import KINDS
-from tests.arch.test_names import PACKAGES, REPO, files, parsed
+from tests.support.sources import PACKAGES, REPO, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
 FAMILY_ROOM = "balancer/families.py", "evener/plan/layout.py"  # the second reads them from plans and journals
@@ -62,7 +62,7 @@ def objectives_in(tree: ast.AST) -> list[int]:
 
 def outside(room: Collection[str]) -> Iterator[Path]:
     for package in PACKAGES:
-        for path in files(package, (".py",)):
+        for path in files(package):
             if not str(path.relative_to(REPO)).startswith(tuple(room)):
                 yield path
 
