@@ -6,7 +6,7 @@ Decoder-only models over NCCL, a GPU for each rank, or two ranks on CPUs over gl
 is transformers' Llama of 100 M parameters in float32 under autocast, the others are in bfloat16. The ways of a model
 live in the same processes and take turns of a few steps; each round makes them anew. What counts is the median ratio of
 turns next to each other: a machine's own speed changes from one second to the next. Each way also has this process's
-CPU time of a step, the time of its kernels on the GPU, and its peak memory.
+CPU time of a step and its peak memory, and with `--profile` the time of its kernels on the GPU.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
             for name in options.ways[:: 1 if turn % 2 else -1]:
                 ways[name].take_turn()
         for name, way in ways.items():
-            if name not in profiles:
+            if options.profile and name not in profiles:
                 profiles[name] = way.profile()
             way._model = way._optimizer = None  # its memory goes, its times stay
         every.append(ways)
@@ -213,8 +213,7 @@ def _median(figures: Sequence[float]) -> float:
 def say(row: dict[str, Any]) -> None:
     """One line for a model."""
     shown = ", ".join(
-        f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}, GPU {row['kernels ms'][way]:.2f}), {row['gib'][way]} GiB"
-        for way, wall in row["ms"].items()
+        f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}), {row['gib'][way]} GiB" for way, wall in row["ms"].items()
     )
     ratios = ", ".join(
         f"{way} / ddp {each['wall']:.3f} [{each['middle half'][0]:.3f} to {each['middle half'][1]:.3f}], rounds"
@@ -267,7 +266,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6, help="of each round")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--float32", action="store_true")
-    parser.add_argument("--profile", type=Path, help="a folder, for what the host spends its time on")
+    parser.add_argument("--profile", type=Path, help="a folder, for what host and GPU spend their time on")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -148,9 +148,7 @@ class Prefetcher:
             batch, arrived = self._ready.popleft()
             self._released.append(released)
             self._change.notify_all()
-        if self._lane:
-            self._lane.hand_over(batch, arrived)
-        return batch
+        return self._lane.hand_over(batch, arrived) if self._lane else batch
 
     def wait_until_full(self) -> None:
         """Wait until no more batches may be fetched ahead: a caller that times steps then paid for those it took."""
@@ -218,9 +216,12 @@ class _Lane:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, and the event of its arrival."""
+        """The batch on the device, and the event of its arrival; on the host, without one, if there is no room."""
         pinned = each_tensor(_pin, batch)
-        sent = each_tensor(lambda tensor: tensor.to(self._device, non_blocking=True), pinned)
+        try:
+            sent = self._send(pinned)
+        except torch.OutOfMemoryError:
+            return pinned, None
         arrived = torch.cuda.Event()
         arrived.record(self._stream)
         return sent, arrived
@@ -231,11 +232,20 @@ class _Lane:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def hand_over(self, batch: Any, arrived: Any) -> None:
-        """Make the loop's stream wait for the batch, and the allocator for the loop's stream."""
+    def hand_over(self, batch: Any, arrived: Any) -> Any:
+        """The batch for the loop's stream, which waits for it as the allocator does for that stream.
+
+        One that found no room is sent now, as the loop holds nothing between its steps.
+        """
+        if arrived is None:
+            return self._send(batch)
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(arrived)
         each_tensor(lambda tensor: tensor.record_stream(stream), batch)
+        return batch
+
+    def _send(self, batch: Any) -> Any:
+        return each_tensor(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -108,25 +108,22 @@ class Bucket:
 
     def gather(self) -> None:
         """Make gradients views of the bucket, also where zero_grad had set them to None."""
-        views: list[torch.Tensor] = []
-        fresh: list[torch.Tensor] = []
-        self._absent = []
-        may_have_graph = torch.is_grad_enabled()  # in a backward pass: create_graph
-        for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            gradient = parameter.grad
-            if gradient is view:
-                continue
-            if gradient is None:
-                self._absent.append(place)
-                continue
-            if may_have_graph and gradient.requires_grad:
-                _refuse_graph()
-            views.append(view)
-            fresh.append(gradient)
-            parameter.grad = view
-            self._forget(place)
-        if views:
-            _copy(views, fresh)
+        gradients = [each.grad for each in self._parameters]
+        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        pairs = zip(gradients, self._views, strict=True)
+        places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
+        if not places:
+            return
+        fresh = [gradients[place] for place in places]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
+            _refuse_graph()
+        views = [self._views[place] for place in places]
+        for place, view in zip(places, views, strict=True):
+            self._parameters[place].grad = view
+        if self._hold is not None:
+            for place in places:
+                self._forget(place)
+        _copy(views, fresh)
 
     def fold(self, weight: float) -> None:
         """Apply this weight to the gradients so far, as those that come now have another one."""
@@ -161,7 +158,7 @@ class Bucket:
         if self._absent:
             used = self._flags.tolist()
             for place in self._absent:
-                if used[place] > 0:
+                if used[place] != 0:  # also of complex numbers
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:

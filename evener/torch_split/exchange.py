@@ -131,14 +131,20 @@ class Exchange:
         self._armed = self._sync = self._blind = False
         self._batch: Any = None  # of the backward pass, or of the forward pass where that is blind
         self._sent = 0  # buckets that are on their way
-        self._unsent = False  # gradients are there that weren't summed
+        self._unsent = False  # gradients may be there that weren't summed
         self._fired = bytearray(len(self.parameters))
         self.held = Held(self.parameters)
+        self._overlapping = weakref.WeakSet(each for each in _exchanges if each._has_any(set(named)))
+        for each in self._overlapping:
+            each._overlapping.add(self)
         if not alone:
             self._agree([*named.values(), *self._buffers])
         self._make_buckets(range(len(self.parameters))[::-1])
         self._hook()
         _exchanges.add(self)
+
+    def _has_any(self, parameters: set[int]) -> bool:
+        return not self._alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
@@ -168,8 +174,17 @@ class Exchange:
         def note(place: int) -> Callable[[Any], None]:
             def hook(_: Any) -> None:
                 exchange = reference()
-                if exchange is not None and (exchange._armed or exchange._blind):
-                    exchange._accumulated(place)
+                if exchange is None:
+                    return
+                if exchange._blind:
+                    exchange.arm(exchange._sync, exchange._batch)
+                elif not exchange._armed:
+                    return
+                if exchange._fired[place]:
+                    exchange._note_again()
+                exchange._fired[place] = 1
+                if not exchange._alone:
+                    exchange._count(place)
 
             return hook
 
@@ -202,34 +217,30 @@ class Exchange:
         self.begun(batch, batch if begins else self._batch)
         self._batch = batch
         if begins:
+            if any(_open.get(other) == task for other in self._overlapping):
+                raise RequestError(
+                    "Two wrapped models have a layer in common, and are in one backward pass: its gradient would be"
+                    " summed twice.",
+                    "Wrap one module that computes both in its forward pass, or call backward for each loss.",
+                )
             _open.pop(self, None)
             _open[self] = task
-            self._armed, self._sync, self._blind = True, False, False
+            self._armed, self._sync, self._blind, self._unsent = True, False, False, True
             self._fired = bytearray(len(self.parameters))
             for bucket in self._buckets:
                 bucket.left = len(bucket.places)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
         self._sync |= sync
 
-    def _accumulated(self, place: int) -> None:
+    def _count(self, place: int) -> None:
         """Count the gradient of a parameter, and send its bucket if that is complete."""
-        if self._blind:
-            self.arm(self._sync, self._batch)
-        if self._fired[place]:
-            self._note_again()
-        self._fired[place] = 1
-        self._unsent = True
-        if self._alone:
-            return
         if self._order is not None:
             self._order.append(place)
         bucket = self._bucket_of[place]
         bucket.left -= 1
-        if self.held.apart:
-            return
-        if bucket.on_cpu:
+        if bucket.on_cpu and not self.held.apart:
             bucket.take(place)
-        if not bucket.left:
+        if not bucket.left and not self.held.apart:
             bucket.gather()
             if self._early and self._sync and not self.held.late:
                 self._send_complete()

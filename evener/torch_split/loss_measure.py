@@ -58,7 +58,7 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
     _leave_dropout_out(function, arguments, keywords)
-    torch.manual_seed(seed)
+    _seed_torch(seed)
     if name == "randperm":
         return torch.arange(*arguments, **keywords)
     if name in _DISTRIBUTIONS:
@@ -198,10 +198,17 @@ class RandomState:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's random numbers."""
+    """Seed what a RandomState keeps."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
+    _seed_torch(seed)
+
+
+def _seed_torch(seed: int) -> None:
+    """Seed PyTorch's random numbers of the CPU and of the current GPU; torch.manual_seed takes all GPUs."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
@@ -275,7 +282,7 @@ class LossMeasure:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(kept_state([self._model, *self._holders]))
-            torch.manual_seed(SEED)
+            _seed_torch(SEED)
             stack.enter_context(_full_precision(self._model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for module in self._model.modules():

@@ -141,7 +141,12 @@ class Passes:
         self._state = PassState(self._exchanges, self._constant)
         part.passes, self._part, self._before = self, part, count_foreign()
         try:
-            part.batch = each_tensor(lambda tensor: tensor.to(device, non_blocking=True) if device else tensor, batch)
+            with part:  # its rows may find no room
+                part.batch = each_tensor(
+                    lambda tensor: tensor.to(device, non_blocking=True) if device else tensor, batch
+                )
+            if part.error:
+                return
             with ExitStack() as stack:
                 for model in unsynced:
                     if hasattr(model, "no_sync"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evener.errors import DeviceError
-from evener.torch_split import Split
+from evener.torch_split import Split, retry
 from evener.torch_split.checks import check_memory
 from evener.torch_split.retry import is_out_of_memory
 from evener.training import retreat
@@ -103,6 +103,21 @@ def test_smaller_passes_are_kept_and_larger_ones_tried_again(split: Split, monke
     assert first == [8, 4, 2, 2, 2, 2]
     assert kept[:2] == [[2, 2, 2, 2]] * 2
     assert kept[2] == [4, 2, 2, 2, 2], "twice the rows are tried, and given up"
+
+
+def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
+    split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour may have taken everything between two steps."""
+    sent = retry.each_tensor
+
+    def send(move: Callable[[Any], Any], batch: Any) -> Any:
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sent(move, batch)
+
+    monkeypatch.setattr(retry, "each_tensor", send)
+    assert take_steps(split, 8, 2) == [[2, 2, 2, 2]] * 2
 
 
 def test_a_row_that_never_fits_ends_in_a_sentence(split: Split, capsys: pytest.CaptureFixture[str]) -> None:

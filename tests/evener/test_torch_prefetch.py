@@ -235,21 +235,44 @@ class FakeStream:
 MAIN = FakeStream()
 
 
-def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ahead, a batch is sent only when the GPU is done with the one three before it: memory is bounded."""
-    sent: list[float] = []
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose work is done when the test says so."""
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", Mock(return_value=nullcontext()))
     monkeypatch.setattr(torch.cuda, "current_stream", Mock(return_value=MAIN))
     monkeypatch.setattr(torch_prefetch, "_pin", torch.clone)
+    monkeypatch.setattr(torch.Tensor, "record_stream", Mock())
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetched beside a step, it would need memory that the step has; between steps there is some."""
+    by: list[str] = []
+
+    def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        by.append(threading.current_thread().name)
+        if float(tensor) == 1 and by[-1] == "evener-prefetch":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    ahead = Prefetcher(iter(torch.arange(3.0)), torch.device("cuda", 0), 3)
+    assert list(map(float, ahead)) == [0, 1, 2]
+    assert by == ["evener-prefetch"] * 3 + [threading.current_thread().name]
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_gpu_that_lags_holds_the_fetching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two ahead, a batch is sent only when the GPU is done with the one three before it: memory is bounded."""
+    sent: list[float] = []
 
     def send(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         sent.append(float(tensor))
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "to", send)
-    monkeypatch.setattr(torch.Tensor, "record_stream", Mock())
     ahead = Prefetcher(iter(torch.arange(9.0)), torch.device("cuda", 0), 2)
     for taken in range(9):
         MAIN.done = max(0, taken - 2)  # of the steps enqueued

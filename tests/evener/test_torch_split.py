@@ -354,12 +354,26 @@ def wrong(*layers, hook=False):
         return str(error)
 
 
+def wrong_in_one_backward_pass():
+    split, trunk = Split(options.plan), torch.nn.Linear(6, 3)
+    first, second = (split.wrap(torch.nn.Sequential(trunk, torch.nn.Linear(3, 1))) for _ in range(2))
+    rows = torch.ones(2, 6)
+    split.begin([2, 2])
+    try:
+        first(rows).sum().backward()
+        second(rows).sum().backward()
+        (first(rows) + second(rows)).sum().backward()
+    except Exception as error:
+        return str(error)
+
+
 ended = {name: train(half) for name, half in
          {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}.items()}
 ended["float16 in passes"] = train(torch.float16, "passes.toml")
 ended["normalize"] = wrong(torch.nn.BatchNorm1d(3))
 ended["synchronize"] = wrong(torch.nn.SyncBatchNorm(3))
 ended["hook"] = wrong(hook=True)
+ended["in common"] = wrong_in_one_backward_pass()
 torch.save(ended, f"{options.out}{Split(options.plan).rank}.pt")
 """
 
@@ -410,6 +424,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]])
         ("normalize", "drop_last=True"),
         ("synchronize", "weigh='loss'"),
         ("hook", "communication hook"),
+        ("in common", "have a layer in common"),
     ],
 )
 def test_what_would_not_be_exact_is_said(ended: list[dict[str, Any]], mode: str, named: str) -> None:

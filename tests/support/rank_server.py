@@ -133,7 +133,9 @@ def wait_for(ranks: dict[int, int]) -> list[int]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        called, folder, rank, given = sys.argv[1:]
-        find_function(called)(Path(folder), int(rank), *json.loads(given))
+        name, folder, rank, given = sys.argv[1:]
+        called = find_function(name)
+        gc.freeze()
+        called(Path(folder), int(rank), *json.loads(given))
     else:
         serve(sys.argv[1])
