@@ -31,8 +31,8 @@ def exchange(bench: GpuBench) -> None:
         more = (*pair, "--rounds", "1", "--turns", "5", "--models", "1", "4")
         _steps(bench, "exchange in float32", (*more, "--float32"), 45)
         _steps(bench, "exchange in passes", (*more, "--passes", "2"), 45)
-    one = ("--rounds", "1", "--turns", "1", "--models", "4", "--profile", str(bench.out))
-    _steps(bench, "exchange profiled", (*pair, *one), 60)
+    one = (*pair, "--rounds", "1", "--turns", "1", "--models", "4")
+    _steps(bench, "exchange profiled", (*one, "--profile", str(bench.out)), 60)
 
 
 def _steps(bench: GpuBench, name: str, words: tuple[str, ...], seconds: float) -> None:
@@ -61,8 +61,8 @@ def one_gpu_caps(bench: GpuBench) -> None:
     words = ("caps", "--caps", "1.8", "1.45", "--json", str(bench.out / "caps.json"))
     bench.script("caps of two ranks", "benchmarks.gpu_exchange", *words, seconds=60)
     for way, cases in SHORT.items():
-        words = (way, "--only", *cases, "--json", str(bench.out / f"oom-{way}.json"))
-        bench.script(f"memory short in {way}", "benchmarks.gpu_oom", *words, seconds=100)
+        chosen = (way, "--only", *cases, "--json", str(bench.out / f"oom-{way}.json"))
+        bench.script(f"memory short in {way}", "benchmarks.gpu_oom", *chosen, seconds=100)
 
 
 def tests(bench: GpuBench) -> None:

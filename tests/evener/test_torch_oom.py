@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from evener.errors import DeviceError
+from evener.torch_rows.structure import each_tensor
 from evener.torch_split import Split, retry
 from evener.torch_split.checks import check_memory
 from evener.torch_split.retry import is_out_of_memory
@@ -109,12 +110,11 @@ def test_rows_for_which_the_device_has_no_room_are_sent_in_smaller_passes(
     split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A neighbour may have taken everything between two steps."""
-    sent = retry.each_tensor
 
     def send(move: Callable[[Any], Any], batch: Any) -> Any:
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return sent(move, batch)
+        return each_tensor(move, batch)
 
     monkeypatch.setattr(retry, "each_tensor", send)
     assert take_steps(split, 8, 2) == [[2, 2, 2, 2]] * 2
