@@ -73,17 +73,22 @@ def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Calla
     return step
 
 
+def step_costs(device: torch.device, steps: int) -> dict[str, float]:
+    """Microseconds of a step in each case."""
+    rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
+    exchange: Any = lambda *_, **__: Exchanged()  # noqa: E731
+    group, join = mock.patch.object(dist, "new_group"), mock.patch.object(rebalancing, "join", return_value=False)
+    with group, join, mock.patch.object(dist, "all_gather_into_tensor", exchange):
+        return {name: microseconds(make_step(device, *case), steps) for name, case in CASES.items()}
+
+
 def main() -> None:
     """Print the cost of a step; exit with 1 if it is above the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5_000, help="in each turn")
     parser.add_argument("--device", type=torch.device, default="cpu", help="cuda: times are a GPU's events")
     given = parser.parse_args()
-    rebalancing.MOST_STEPS = rebalancing.FEWEST_STEPS
-    exchange: Any = lambda *_, **__: Exchanged()  # noqa: E731
-    group, join = mock.patch.object(dist, "new_group"), mock.patch.object(rebalancing, "join", return_value=False)
-    with group, join, mock.patch.object(dist, "all_gather_into_tensor", exchange):
-        costs = {name: microseconds(make_step(given.device, *case), given.steps) for name, case in CASES.items()}
+    costs = step_costs(given.device, given.steps)
     for name, cost in costs.items():
         print(f"{name}: {cost:.1f} µs a step (bar {BAR_MICROSECONDS:.0f})")
     raise SystemExit(max(costs.values()) > BAR_MICROSECONDS)
