@@ -127,22 +127,22 @@ class History:
     """The readings of the last ticks. Not thread-safe."""
 
     def __init__(self, ticks: int) -> None:
-        self._ticks: deque[dict[str, tuple[float | None, ...]]] = deque(maxlen=ticks)
+        self._ticks: deque[dict[tuple[str, str], float | None]] = deque(maxlen=ticks)
 
     def add(self, snapshot: Snapshot) -> None:
         """Add the readings of one tick."""
-        self._ticks.append(
-            {
-                sample.device.key: tuple(getattr(sample, name).current for name in _READINGS)
-                for sample in snapshot.devices
-            }
-        )
+        readings = {
+            (sample.device.key, name): getattr(sample, name).current
+            for sample in snapshot.devices
+            for name in _READINGS
+        }
+        scales = {(one.training, "noise_scale"): one.noise.safe_rows for one in snapshot.reports if one.noise}
+        self._ticks.append(readings | scales)
 
     def values(self, key: str, metric: str, newest: int = HISTORY_TICKS) -> tuple[float | None, ...]:
         """The newest of the ticks kept, oldest first."""
-        at = _READINGS.index(metric)
         ticks = islice(self._ticks, max(0, len(self._ticks) - newest), None)
-        return tuple([tick[key][at] if key in tick else None for tick in ticks])
+        return tuple([tick.get((key, metric)) for tick in ticks])
 
 
 def stale(snapshot: Snapshot, age_seconds: float) -> Snapshot:
