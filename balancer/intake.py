@@ -138,7 +138,8 @@ def check_request(request: Request) -> None:
 
 def _find_wrong_words(request: Request) -> Iterator[Finding]:
     unit, batch, largest = request.multiple_of, request.global_batch, request.max_global_batch
-    for option, number in (("--multiple-of", unit), ("--global-batch", batch), ("--max-global-batch", largest)):
+    sizes = {"--multiple-of": unit, "--global-batch": batch, "--max-global-batch": largest}
+    for option, number in (sizes | {"--own-batch": request.own_batch}).items():
         if number is not None and not 1 <= number <= LARGEST_BATCH:
             yield Finding("request.number", {"option": option, "number": number, "largest": LARGEST_BATCH})
     if largest is not None and largest < unit:

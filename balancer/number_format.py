@@ -16,6 +16,11 @@ def rate(samples_per_second: float) -> str:
     return count_words(samples_per_second)
 
 
+def factor(times: float) -> str:
+    """A factor in two digits, or whole: 0.83, 2.7, 140."""
+    return f"{times:.2g}" if times < 10 else f"{times:.0f}"
+
+
 def efficiency(samples_per_joule: float) -> str:
     """Samples per joule with three significant digits at least: 0.699, 28, 3 197."""
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)

@@ -10,6 +10,7 @@ import msgspec
 
 from evener.devices.machine import Machine
 from evener.devices.types import Device
+from evener.learning.noise_scale import NoiseScale
 
 from .objectives import SPEED, find_objective
 from .search.layouts import LayoutOptions
@@ -34,6 +35,8 @@ class Request(msgspec.Struct, frozen=True):
     multiple_of: int = 1
     objective: str = SPEED.name  # the name of what to have most of
     max_slowdown: float = 0.1  # that an objective which trades speed may cost: a part of the fastest layout's
+    noise_scale: NoiseScale | None = None  # of the gradient, as a training has measured it
+    own_batch: int | None = None  # rows of a step that the training script takes, or that the noise scale is of
     budget_seconds: float | None = 120.0  # None: until the evidence is enough
     tolerance: float = 0.02  # within it of the best, the smallest global batch wins
     seed: int = 0

@@ -44,6 +44,7 @@ from ..types import (
 )
 from . import measurements
 from .layout_names import describe, list_shares
+from .learning import find_learning
 from .rivals import Rival, compare, describe_rivals, find_larger, is_certain, list_rivals
 from .verdict import cost_ratios, find_verdict
 from .words import say, say_all, write_verdict
@@ -107,6 +108,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         *(find_objective_reached(search, chosen) if known else [measurements.find_remedy(doubts, header.run)]),
         *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
         *(measurements.find_weakness(doubts) if known else ()),
+        *(find_learning(request, chosen, search) if known else ()),
     )
     warnings = _find_warnings(record, search, end, chosen, doubts)
     plan = Plan(

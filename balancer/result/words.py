@@ -16,12 +16,25 @@ import msgspec
 from evener.devices.terms import write_limit
 from evener.devices.types import Limit
 from evener.errors import EvenerError, RequestError
+from evener.learning.noise_scale import write_rows
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
 
 from ..families import FAMILIES, MODES
-from ..number_format import duration, join_shares, join_words, milliseconds, percent, rate, size, step_time, write_share
+from ..number_format import (
+    duration,
+    factor,
+    join_shares,
+    join_words,
+    milliseconds,
+    percent,
+    rate,
+    size,
+    step_time,
+    write_share,
+)
 from ..objectives import find_objective
 from ..types import Finding
+from . import learning
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -44,7 +57,9 @@ AT = {  # what a rank is at
 OTHERS = {"": "", "wait": "; the others wait for it", "unknown": "; where the others are isn't known yet"}
 RIVALS = {"even": "the even split", "even_by_rows": "the even split by number of rows"}
 BETWEEN = {  # the parts of a text, by the first word of their code, or of the codes of two; "; " between the others
-    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective", "outlook"), ". "),
+    **dict.fromkeys(
+        ("epoch", "budget", "advice", "unknown", "hosts", "objective", "outlook", "learning", "rate"), ". "
+    ),
     "gain gain": " and ",
     "fault failure": ": ",
     "figure": ": ",
@@ -62,6 +77,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "and": join_words,
     "or": lambda words: join_words(words, "or"),
     "percent": percent,
+    "least": lambda each: percent(each[1]),
     "tenths": lambda share: percent(abs(share), 1),
     "fine": lambda share: percent(share, 1),
     "gain": lambda share: percent(share, 0 if share >= 0.01 else 1),
@@ -112,6 +128,16 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "network": lambda seconds: f", because the network takes {seconds * 1000:.3g} ms of each step" if seconds else "",
     "is": lambda names: "is" if len(names) == 1 else "are",
     "tie": lambda layouts: "ties" if len(layouts) == 1 else "tie",
+    "x": lambda times: f"{factor(times)} x",
+    "times": lambda times: f"x {factor(times)}",
+    "about_x": lambda each: (
+        f"about {factor(each[0])} x" + f" ({factor(each[1])} - {factor(each[2])})" * (each[1] != each[2])
+    ),
+    "worth": lambda each: (
+        f"about {percent(each[0])}" + f" ({percent(each[1])} - {percent(each[2])})" * (each[1] != each[2])
+    ),
+    "scale": lambda scale: write_rows(scale["rows"]),
+    "at_least": lambda scale: write_rows(scale["low"]),
     "fit": lambda rows: f"{rows} sample{'s fit' if rows > 1 else ' fits'}",
     "steps": lambda steps: f"only {steps} step{'s' * (steps > 1)}" if steps else "less than one step",
     "bound": lambda rows: f"; for {rows[1]}, search with --max-global-batch {rows[0]}" if rows else "",
@@ -293,6 +319,7 @@ SENTENCES = {
     "remedy.again": "Fix that and try again.",
     "remedy.longer_budget": "Give a longer --budget.",
     "remedy.free_memory": "Free some of its memory.",
+    **learning.SENTENCES,
     # next steps
     "next.written": "plan written to {path}",
     "next.export": "to write the plan: evener export {run} -o plan.toml",

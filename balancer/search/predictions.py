@@ -57,8 +57,18 @@ class Predictions:
         """The fastest split over some of these devices, in one pass."""
         return self._split([device for device in self.model.split_curves if device.position in positions])
 
-    def _split(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        batch, limit, quantum = self._problem.global_batch, self._problem.max_global_batch, self._quantum
+    def split_of(self, batch: int) -> Allocation | None:
+        """The fastest split of this batch over devices that reach so far, in one pass."""
+        return self._split(self._reachable, batch)
+
+    def rate_of(self, batch: int) -> float:
+        """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to hold it."""
+        split, walls = self.split_of(batch), self.model.bounds.walls
+        alone = [curve for i in self.model.live if (curve := self.model.alone[i]) and batch <= walls[i]]
+        return max([split.samples_per_second if split else 0.0, *(batch / curve.seconds(batch) for curve in alone)])
+
+    def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
+        batch, limit, quantum = of or self._problem.global_batch, self._problem.max_global_batch, self._quantum
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:

@@ -259,6 +259,10 @@ class Search:
         turns = self._reading.turns(one.layout).values()
         return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
+    def rate_of(self, batch: int) -> float:
+        """The samples/s to expect of another global batch, by the devices' curves; 0 if that isn't known."""
+        return self._reading.predictions.rate_of(batch)
+
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
         return self._reading.devices.apart_seconds(layout)

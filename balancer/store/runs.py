@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
-from evener.live.journal import TRAINING_JOURNAL
+from evener.live.journal import TRAINING_JOURNAL, NoiseEntry
 from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.state_folders import runs_folder
 
@@ -131,6 +131,16 @@ def find_any(name: str) -> str:
 def load_training(run: str) -> TrainingRecord | None:
     """The record of a training, by its whole id; None for a search. RequestError if it can't be read."""
     return read_training(run, _training_path(run)) if _is_training(run) else None
+
+
+def load_noise(name: str) -> NoiseEntry:
+    """The last noise scale of a training, by its name, or of the last that has one; RequestError if there is none."""
+    runs = [run for run in reversed(_list_ids()) if _is_training(run)] if name == "last" else [find_any(name)]
+    records = (training for run in runs if (training := load_training(run)) is not None)
+    found = (entry for one in records for entry in reversed(one.entries) if isinstance(entry, NoiseEntry))
+    if (entry := next(found, None)) is None:
+        raise refuse(Finding("request.no_noise", {"name": name}))
+    return entry
 
 
 def _is_training(run: str) -> bool:

@@ -38,6 +38,11 @@ class NoiseScale(msgspec.Struct, frozen=True):
     high: Rows
     samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were looked at
 
+    @property
+    def safe_rows(self) -> float:
+        """The rows, or the least that they can be where the batch was too small to tell."""
+        return self.low if self.high >= ENDLESS else self.rows
+
 
 def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
     """Noise and signal of one step whose parts have `sizes` rows, of which two or more aren't 0.
@@ -60,7 +65,12 @@ def worth(batch: int, noise_scale: float) -> float:
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
     """Rows to the same loss in batches of `other` rows, over those in batches of `batch` rows."""
-    return worth(batch, noise_scale) / worth(other, noise_scale) if noise_scale > 0 else other / batch
+    return (noise_scale + other) / (noise_scale + batch)
+
+
+def rate_gain(batch: int, other: int, noise_scale: float) -> float:
+    """The factor for SGD's rate from `batch` rows a step to `other`: AdaScale's (arXiv 2007.05105)."""
+    return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class _Block:
@@ -153,19 +163,19 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
     """A sentence without its period: the noise scale after some steps, and what batches of `batch` rows are worth."""
     after = f"after {steps:,} steps"
     if found.rows == 0:
-        return f"noise scale below {_round(found.high)} rows {after}: the ranks' gradients hardly differ"
+        return f"noise scale below {write_rows(found.high)} rows {after}: the ranks' gradients hardly differ"
     if found.high == ENDLESS:
-        return f"noise scale at least {_round(found.low)} rows {after}; {batch:,} rows: {_worth(found.low, batch)}"
-    span = f"{_round(found.low)} - {_round(found.high)}"
-    return f"noise scale {_round(found.rows)} rows ({span}) {after}; {batch:,} rows: {_worth(found.rows, batch)}"
+        return f"noise scale at least {write_rows(found.low)} rows {after}; {batch:,} rows: {_worth(found.low, batch)}"
+    span = f"{write_rows(found.low)} - {write_rows(found.high)}"
+    return f"noise scale {write_rows(found.rows)} rows ({span}) {after}; {batch:,} rows: {_worth(found.rows, batch)}"
 
 
 def _worth(noise_scale: float, batch: int) -> str:
     return f"{100 * worth(batch, noise_scale):.0f} % of the samples' worth"
 
 
-def _round(rows: float) -> str:
-    """Two digits, as more aren't known."""
+def write_rows(rows: float) -> str:
+    """Rows in two digits, as more aren't known: 3,900."""
     if rows < 10:
         return f"{rows:.1f}"
     places = 1 - math.floor(math.log10(rows))

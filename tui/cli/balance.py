@@ -14,12 +14,14 @@ import typer
 from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in
+from evener.balancer.learn import learn
 from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
-from evener.balancer.result.words import write_verdict
+from evener.balancer.result.words import refuse, write_verdict
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
+from evener.balancer.types import Finding
 from evener.errors import RequestError
 
 from ..text.formatting import plain
@@ -48,6 +50,10 @@ def balance(
             help="Only build and take a few steps on one device; print what fits and how long a search takes.",
         ),
     ] = False,
+    learning: Annotated[
+        str | None,
+        LENGTH("--learn", help="Train at your script's own batch for so long first, to measure --noise-scale: 60s."),
+    ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -55,6 +61,8 @@ def balance(
 
     Your own model: evener help workload.
     """
+    if learning is not None:
+        request = _learn(request, learning)
     request, extend_seconds = _read_budget(request, budget, resume)
     if dry_run:
         if resume is not None or export is not None:
@@ -62,13 +70,21 @@ def balance(
         return _run_dry(take_in(request), as_json)
 
     def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
-        lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns())
+        lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns(), finished.findings)
         print("\n".join(lines), flush=True)
 
     def begin() -> Session:
         return Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
 
     return run_session(begin, show, export, as_json)
+
+
+def _learn(request: Request, learning: str) -> Request:
+    """The request with a noise scale measured now."""
+    seconds = parse_duration(learning, "--learn")
+    if request.noise_scale is not None:
+        raise refuse(Finding("request.both", {"first": "--learn", "second": "--noise-scale"}))
+    return learn(take_in(request), seconds)
 
 
 def _read_budget(request: Request, budget: str | None, resume: str | None) -> tuple[Request, float | None]:

@@ -30,7 +30,10 @@ TRAINING = (
     "inputs",
     "engine",
 )
-BATCHES = ("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective", "max_slowdown")
+BATCHES = (
+    *("global_batch", "max_global_batch", "multiple_of", "micro", "tolerance", "objective", "max_slowdown"),
+    *("noise_scale", "own_batch"),
+)
 SEARCH = (*BATCHES, "budget", "seed", "pace")
 _FLAGS = {
     "devices": ("--devices", "-d"),
@@ -46,6 +49,7 @@ _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` pars
     "inputs": (str, "host"),
     "budget": (str, "120s"),
     "max_slowdown": (str | None, None),
+    "noise_scale": (str | None, None),
 }
 
 

@@ -140,7 +140,8 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
     print("".join(f"{plain(line, 1000)}\n" for line in about if line), end="")
     for seen in run.observations:
         print(f"  {observation_words(seen, labels)}")
-    summary = summary_lines(run.plan, labels, run.verdict, terminal_columns()) if run.plan else None
+    width = terminal_columns()
+    summary = summary_lines(run.plan, labels, run.verdict, width, run.findings) if run.plan else None
     print("\n".join(["", *summary] if summary else ["this run has no plan"]))
 
 

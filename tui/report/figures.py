@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from evener.balancer import journal
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.number_format import percent, rate, write_share
+from evener.balancer.result.learning import Point, find_frontier
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.terms import write_limit
@@ -43,6 +44,7 @@ class RunReport(msgspec.Struct, frozen=True):
     curves: tuple[SoloCurve, ...]
     ranking: tuple[Evidence, ...]  # the plan and its rivals, the fastest first
     seen: tuple[ObservationEntry, ...]
+    frontier: Sequence[Point] = ()  # where the noise scale is known
 
 
 def read_report(name: str) -> RunReport:
@@ -61,6 +63,7 @@ def read_report(name: str) -> RunReport:
         curves=tuple(_curve(record, i) for i in range(len(header.devices))),
         ranking=_ranking(plan),
         seen=record.seen,
+        frontier=find_frontier(found.findings),
     )
 
 
@@ -140,6 +143,10 @@ def draw_throughput(report: RunReport, axes: Axes) -> None:
             axes.annotate(rate(best[1]), best, (0, 5), textcoords="offset points", ha="center", color=INK, fontsize=8)
         if curve.wall_batch is not None:
             axes.axvline(curve.wall_batch, color=colour, linestyle=":", label=f"{curve.label}: out of memory")
+    if report.frontier:
+        batches, rates, values = zip(*report.frontier, strict=True)
+        axes.plot(batches, rates, linestyle="--", color=INK, label="fastest layout")
+        axes.plot(batches, values, linestyle="-.", color=INK, label="its worth in learning")
     axes.set_xlabel("batch (samples)")
     axes.set_ylabel("samples/s")
     axes.margins(y=0.12)

@@ -110,7 +110,10 @@ def _curves(report: RunReport) -> str:
             (curve.label, str(batch), rate(figure), f"{batch / figure * 1000:.2f}") for batch, figure in curve.points
         ]
         rows += [(curve.label, str(curve.wall_batch), "out of memory", "")] if curve.wall_batch is not None else []
-    return _table(("device", "batch", "samples/s", "step ms"), rows, numbers_from=1)
+    table = _table(("device", "batch", "samples/s", "step ms"), rows, numbers_from=1)
+    worth = [(str(batch), rate(speed), rate(value)) for batch, speed, value in report.frontier]
+    head = ("batch of the fastest layout", "samples/s", "worth, in small batches")
+    return table + (_table(head, worth, numbers_from=0) if worth else "")
 
 
 def _probes(report: RunReport) -> str:

@@ -12,11 +12,13 @@ import msgspec
 from evener.balancer.objectives import OBJECTIVES, SPEED, find_objective, that_trade_speed
 from evener.balancer.request import Request
 from evener.balancer.result.words import refuse
+from evener.balancer.store.runs import load_noise
 from evener.balancer.types import Finding
 from evener.devices.registry import find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
+from evener.learning.noise_scale import NoiseScale
 
 REQUEST_HELP = {
     "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), ray:HOST/gpu:0 or"
@@ -37,6 +39,10 @@ REQUEST_HELP = {
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
     "objective": f"What to maximise; {'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}.",
     "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
+    "noise_scale": "Rows from which on a batch is mostly repeating itself: a number, or the training that measured it"
+    " with --noise: its id, or `last`.",
+    "own_batch": "Rows of a step in your script today, for advice on the learning rate. Default: the training's of"
+    " --noise-scale.",
     "budget": "Longest time to measure, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
@@ -54,6 +60,7 @@ def make_request(
     budget: str = "120s",
     inputs: str = "host",
     max_slowdown: str | None = None,
+    noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
     """The request for these options; RequestError names the one that is wrong."""
@@ -63,6 +70,9 @@ def make_request(
         if not find_objective(fields.get("objective", SPEED.name)).trades_speed:
             raise refuse(Finding("request.goes_with", {"objectives": that_trade_speed()}))
         fields["max_slowdown"] = _parse_part(max_slowdown)
+    if noise_scale is not None:
+        fields["noise_scale"], own_batch = _parse_noise_scale(noise_scale)
+        fields["own_batch"] = fields.get("own_batch") or own_batch
     return Request(
         workload=workload,
         framework=framework or _default_framework(workload),
@@ -77,6 +87,17 @@ def _parse_part(text: str) -> float:
     """10% or 0.1; RequestError for anything else."""
     number = text.strip()
     return _parse_number(number.removesuffix("%"), "--max-slowdown") / (100 if number.endswith("%") else 1)
+
+
+def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
+    """The noise scale, given in rows or by the training that measured it, and the batch of that training."""
+    if not re.fullmatch(r"[\d.]{1,12}", text):
+        measured = load_noise(text)
+        return measured.scale, measured.batch or None
+    rows = _parse_number(text, "--noise-scale")
+    if rows <= 0:
+        raise _misread("--noise-scale", text, "a number of rows above 0", "3900")
+    return NoiseScale(rows, rows, rows, 0), None
 
 
 def _default_framework(workload: str | None) -> str:

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
+from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
 from evener.balancer.store.trainings import TrainingRecord
-from evener.balancer.types import Interval
+from evener.balancer.types import Interval, Said
 from evener.learning.noise_scale import describe
 from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry, SpeedEntry, StartEntry
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
@@ -18,15 +19,17 @@ from .formatting import energy_cells, folded, plain
 from .tables import align
 
 
-def summary_lines(plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None) -> list[str]:
+def summary_lines(
+    plan: Plan, labels: Sequence[str], verdict: str = "", width: int | None = None, said: Said | None = None
+) -> list[str]:
     """The table, the rivals and the verdict; `labels` are the devices' short names, in the plan's order.
 
     With `width`, that of a terminal, sentences are broken between words.
     """
-    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels)]
+    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels), *frontier_lines(said or Said())]
     for warning in plan.warnings:
         lines += folded(f"warning: {plain(warning)}", width, "  ")
-    return [*lines, "", *folded(plain(verdict), width)] if verdict else lines
+    return [*lines, "", *folded(plain(verdict, 2000), width)] if verdict else lines
 
 
 def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
@@ -56,6 +59,12 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         *([tokens] if plan.throughput.tokens_per_second else []),
         *([_write_energy(plan.throughput)] if plan.throughput.samples_per_joule else []),
     ]
+
+
+def frontier_lines(said: Said) -> list[str]:
+    """A table of the batches that are faster than all smaller ones, and what they are worth in learning, if known."""
+    rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in find_frontier(said)]
+    return ["", *align([("batch", "samples/s", "worth in learning"), *rows], numbers_from=0), ""] if rows else []
 
 
 def _write_energy(figure: Throughput) -> str:

@@ -191,7 +191,8 @@ def _from_trainer(trainer: Any) -> Recipe:
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)
-    return Recipe(LossModule(trainer.model, compute), optimizer, None, data)
+    own = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    return Recipe(LossModule(trainer.model, compute), optimizer, None, data, own)
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
@@ -206,7 +207,8 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
     optimizer = _first_optimizer(module.configure_optimizers())
     if optimizer is None:
         raise RequestError(f"{name}: configure_optimizers gives no optimizer.", "Return one.")
-    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given))
+    own = given.batch_size if isinstance(given, DataLoader) else None
+    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given), own)
 
 
 def _read_data(given: Any) -> Data:

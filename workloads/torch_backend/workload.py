@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
+from evener.learning.noise_scale import Sample, separate
 from evener.shares.costs import Cost, RankCost, Work
 from evener.shares.whole_rows import gradient_weight
 from evener.torch_rows.sampler import UnevenBatchSampler
@@ -44,6 +45,7 @@ class Recipe(msgspec.Struct, frozen=True):
     optimizer: Any  # over the module's parameters
     loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # to train on; None: batches are made
+    own_batch: int | None = None  # rows of a step in the user's training, where that is known
 
 
 DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)
@@ -135,6 +137,30 @@ class TorchWorkload:
         self._scaler.update()
         self._count(self._batches.works(batch), passes)
 
+    @property
+    def own_batch(self) -> int | None:
+        """Rows of a step in the user's training; None if unknown. RequestError where rows are only made."""
+        if self.recipe.data is None:
+            raise RequestError("Rows that sample_batch makes say nothing about learning.", "Give training_data().")
+        return self.recipe.own_batch
+
+    def learn(self, parts: int) -> Sample:
+        """Take an optimizer step on the mean of some batches; the noise and signal that their gradients show."""
+        assert self._batches is not None
+        optimizer = self.recipe.optimizer
+        optimizer.zero_grad(set_to_none=False)
+        owned = [each for group in optimizer.param_groups for each in group["params"]]
+        before, weighted, rows = [torch.zeros_like(each) for each in owned], 0.0, self._batches.rows
+        for _ in range(parts):
+            with self._autocast():
+                loss = self._objective(*self._batches.take())
+            (loss / parts).backward()
+            now = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in owned]
+            weighted += rows * parts**2 * _squared(torch._foreach_sub(now, before))
+            before = now
+        optimizer.step()
+        return separate((rows,) * parts, weighted, _squared(before))
+
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add what a step computed; a batch that is cut into passes was padded before."""
         for work in works:
@@ -220,6 +246,11 @@ class TorchWorkload:
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
                 watch(self._model, self.device, lambda *_: None)
+
+
+def _squared(gradients: Sequence[torch.Tensor]) -> float:
+    norms = torch._foreach_norm(list(gradients))
+    return float(torch.stack([each.double() for each in norms]).square().sum())
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:

@@ -1,0 +1,100 @@
+"""The cost of a free batch in learning, beside its samples/s, by the noise scale of a training where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from evener.learning.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
+
+from ..request import Request
+from ..search.search import Search
+from ..types import Finding, Result, Said
+
+SENTENCES = {
+    "learning.unknown": "A larger batch takes more samples to the same loss, and how many isn't known: evener run"
+    " --noise measures it",
+    "learning.worth": "At a noise scale of {scale:scale} rows, {samples} samples a step are worth {worth:worth} of as"
+    " many in small batches",
+    "learning.at_least": "At a noise scale of {scale:at_least} rows or more, {samples} samples a step are worth at"
+    " least {worth:least} of as many in small batches",
+    "learning.against": "{samples} samples: about {speed:x} the samples/s of {own}, and {extra:about_x} the samples for"
+    " the same loss",
+    "learning.sooner": "{samples} samples a step should reach a loss in {time:x} the time",
+    "rate.advice": "For the learning rate of {own} samples a step, try Adam's {root:times} (square root) or SGD's"
+    " {linear:times} (linear, while the batch is below the noise scale)",
+    "rate.gain": "For the learning rate of {own} samples a step, try Adam's {root:times} (square root) or SGD's"
+    " {gain:times} (AdaScale)",
+    "request.learn": "--learn trains a PyTorch workload of yours on real devices, and {workload} isn't one.\n"
+    "Leave --learn out, or give --noise-scale.",
+    "request.learn_batch": "--learn trains at your script's own batch, which isn't known.\nAdd --own-batch.",
+    "request.learned": "{seconds:g} s were too short for a noise scale, which takes 48 steps.\nGive --learn more time.",
+    "request.no_noise": "No noise scale was measured in {name!r}.\nTrain with evener run --noise, some 400 steps.",
+}
+SOONER = 0.95  # of the time: less is worth saying
+Point = tuple[int, float, float]  # global batch, samples/s, samples/s in small batches that learn as fast
+
+
+def find_learning(request: Request, chosen: Result, search: Search) -> Iterator[Finding]:
+    """Findings on a plan's batch: its samples' worth, whether another is sooner there, and its learning rate."""
+    layout, scale = chosen.layout, request.noise_scale
+    if not layout.traits.by_shares:
+        return
+    if request.global_batch is None:
+        yield from _find_worth(scale, request, chosen, search) if scale else (Finding("learning.unknown"),)
+    own, batch = request.own_batch, layout.global_batch
+    if own is not None and own != batch:
+        gain = rate_gain(own, batch, scale.safe_rows) if scale else None
+        values = {"samples": batch, "own": own, "root": (batch / own) ** 0.5, "linear": batch / own, "gain": gain}
+        yield Finding("rate.advice" if scale is None else "rate.gain", values)
+
+
+def find_frontier(said: Said) -> list[Point]:
+    """The frontier that a verdict's findings have; nothing where no noise scale was known."""
+    return next((one.values["frontier"] for one in said.verdict if "frontier" in one.values), [])
+
+
+def list_frontier(results: Sequence[Result], noise_scale: float) -> list[Point]:
+    """Each measured batch that is faster than all smaller ones, with its samples/s and their worth."""
+    found: list[Point] = []
+    for one in sorted(results, key=lambda one: (one.layout.global_batch, -one.throughput.value)):
+        batch, rate = one.layout.global_batch, one.throughput.value
+        if one.layout.traits.by_shares and (not found or rate > found[-1][1]):
+            found.append((batch, rate, rate * worth(batch, noise_scale)))
+    return found
+
+
+def _find_worth(scale: NoiseScale, request: Request, chosen: Result, search: Search) -> Iterator[Finding]:
+    """What the chosen batch is worth, against the script's own where that is known, and which one would be best."""
+    batch, own = chosen.layout.global_batch, request.own_batch
+    frontier = list_frontier(search.results(), scale.safe_rows)
+    values: dict[str, Any] = {
+        "samples": batch,
+        "scale": msgspec.to_builtins(scale),
+        "worth": [worth(batch, each) for each in (scale.safe_rows, scale.low, scale.high)],
+        "frontier": frontier,
+    }
+    speed = search.rate_of(own) if own else 0.0
+    if scale.high >= ENDLESS:
+        yield Finding("learning.at_least", values)
+    elif own and own != batch and speed:
+        ends = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
+        values |= {"own": own, "extra": [extra_rows(own, batch, scale.rows), *ends]}
+        yield Finding("learning.against", values | {"speed": chosen.throughput.value / speed})
+    else:
+        yield Finding("learning.worth", values)
+    yield from _find_best(scale, chosen, search.results())
+
+
+def _find_best(scale: NoiseScale, chosen: Result, results: Sequence[Result]) -> Iterator[Finding]:
+    """The measured batch that should be there sooner, where that is so over the noise scale's whole interval."""
+    low, best, high = (
+        max(list_frontier(results, rows), key=lambda point: point[2])
+        for rows in (scale.low, scale.safe_rows, scale.high)
+    )
+    if not low[0] <= chosen.layout.global_batch <= high[0]:
+        own = chosen.throughput.value * worth(chosen.layout.global_batch, scale.safe_rows)
+        if own < SOONER * best[2]:
+            yield Finding("learning.sooner", {"samples": best[0], "time": own / best[2]})

@@ -1,0 +1,92 @@
+"""What a batch costs in learning, said beside every free one."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.balancer import journal
+from evener.balancer.store import replay
+from evener.balancer.store.runs import find, journal_path
+from evener.learning.noise_scale import NoiseScale, rate_gain, worth
+from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
+from evener.system.state_folders import runs_folder
+from evener.tui.cli.main import run
+
+KNOTS = {"A": ((1, 5), (200, 8), (1000, 20), (4000, 70)), "B": ((1, 6), (200, 12), (1000, 40), (4000, 140))}
+MACHINE = "".join(
+    f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = 100\nmemory_per_sample_mib = 1\n'
+    f"curve = {[list(knot) for knot in knots]}\n"
+    for name, knots in KNOTS.items()
+)
+
+
+@pytest.fixture
+def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Search on the written-down machine; gives the codes of the verdict with their values, and the plan."""
+    own_folder.joinpath("machine.toml").write_text(MACHINE)
+
+    def search(*options: str) -> tuple[dict[str, Any], Any]:
+        assert run(["balance", "-d", "sim:machine.toml", "--json", *options]) == 0
+        said = json.loads(capsys.readouterr().out)
+        return {one["code"]: one["values"] for one in said["findings"]["verdict"]}, said
+
+    return search
+
+
+@pytest.mark.parametrize(("scale", "said"), [(60, True), (10**7, False)])
+def test_a_batch_far_above_the_noise_scale_is_said_to_be_slower(balance: Any, scale: int, said: bool) -> None:
+    codes, plan = balance("--noise-scale", str(scale))
+    batch, values = plan["layout"]["global_batch"], codes["learning.worth"]
+    assert values["worth"][0] == pytest.approx(worth(batch, scale))
+    assert all(value == pytest.approx(rate * worth(size, scale)) for size, rate, value in values["frontier"])
+    assert ("learning.sooner" in codes) == said
+    if said:
+        best = max(values["frontier"], key=lambda point: point[2])
+        own = plan["throughput"]["samples_per_second"] * worth(batch, scale)
+        assert codes["learning.sooner"] == {"samples": best[0], "time": pytest.approx(own / best[2], rel=0.02)}
+    assert replay.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
+
+
+def test_what_is_not_known_is_said_of_a_free_batch_alone(balance: Any) -> None:
+    free, _ = balance()
+    fixed, _ = balance("--global-batch", "1000", "--own-batch", "250")
+    assert "learning.unknown" in free
+    assert not {"learning.unknown", "learning.worth"} & fixed.keys()
+    assert (fixed["rate.advice"]["linear"], fixed["rate.advice"]["root"]) == (4, 2)
+    assert "rate.advice" not in free, "the script's own batch isn't known"
+
+
+def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scale = NoiseScale(3900.0, 2700.0, 6000.0, 400)
+    start = StartEntry(time.time(), "train.py", "torch", ("GPU:0",), (512,), 0.0, "here", 1, 1)
+    folder = runs_folder() / "20260101-000000-aaaa"
+    folder.mkdir(parents=True)
+    lines = [msgspec.json.encode(one) + b"\n" for one in (start, NoiseEntry(time.time(), 3200, 512, scale))]
+    folder.joinpath(TRAINING_JOURNAL).write_bytes(b"".join(lines))
+    codes, said = balance("--noise-scale", "last")
+    against = codes["learning.against"]
+    assert against["own"] == 512
+    assert against["extra"][1] <= against["extra"][0] <= against["extra"][2]
+    own = said["layout"]["global_batch"]
+    assert against["extra"][0] == pytest.approx((own + 3900) / (512 + 3900))
+    assert codes["rate.gain"]["gain"] == pytest.approx(own / 512 / against["extra"][0])
+    batches = [batch for batch, _, _ in against["frontier"]]
+    assert batches == sorted(set(batches))
+    assert own in batches
+    folder.joinpath(TRAINING_JOURNAL).write_bytes(lines[0])
+    for wrong in ("last", "20260101-", "-3"):
+        assert run(["balance", "-d", "sim:machine.toml", "--noise-scale", wrong]) == 2
+    assert "No noise scale was measured" in capsys.readouterr().err
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1e18))
+def test_the_rate_grows_no_faster_than_the_batch(batch: int, other: int, scale: float) -> None:
+    gain, ratio = rate_gain(batch, other, scale), other / batch
+    assert min(1.0, ratio) * 0.999 <= gain <= max(1.0, ratio) * 1.001
