@@ -200,13 +200,15 @@ class MachineModel:
                 return fit_extra(points, curve, self.pass_rows[first])
         return None
 
-    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
-        """The device as it may take more than fits at once; an unknown cost of passes is 0."""
+    def in_passes(self, device: DeviceCurve, largest_share: int, not_repeated: float = 0.0) -> DeviceCurve:
+        """The device as it may take more than fits at once; of unknown passes, that part of the fixed time is saved."""
         i, curve = device.position, device.curve
         rows, extra = self.pass_rows[i], self.extra_seconds[i]
         if not rows or not isinstance(curve, Curve):
             return device
-        return DeviceCurve(i, PassCurve(curve, device.limit, rows, extra or 0.0), max(device.limit, largest_share))
+        extra = -not_repeated * curve.seconds(0) if extra is None else extra
+        passes = PassCurve(curve, device.limit, rows, extra, self.bounds.walls[i])
+        return DeviceCurve(i, passes, max(device.limit, largest_share))
 
     def knows_passes(self, layout: Layout) -> bool:
         """True if each device that takes several passes in this layout ran several before."""
@@ -215,21 +217,33 @@ class MachineModel:
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
         """A layout of these shares, in passes where they don't fit at once, or in a split are faster so."""
         alone = sum(map(bool, shares)) == 1
-        return self._divide(shares, self.bounds.walls if alone else self.walls, self.pass_rows)
+        walls = self.bounds.walls if alone else self.walls
+        return self._divide(shares, walls, self.pass_rows, self.bounds.walls)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
         layout = self.lay_out(shares)
         if not self.bounds.surely_hold(layout):
-            layout = self._divide(shares, self.bounds.safe, self._safe_rows)
+            layout = self._divide(shares, self.bounds.safe, self._safe_rows, self.bounds.safe)
         return layout if self.bounds.surely_hold(layout) else None
 
-    def _divide(self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
-        """A layout whose shares above their walls are cut into passes of at most `rows` rows; 0: not cut."""
+    def _divide(
+        self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...], fits: tuple[int, ...]
+    ) -> Layout:
+        """A layout whose shares above their walls are cut into passes of about `rows` rows; 0: not cut."""
         if not any(map(gt, shares, walls)):
             return layout_of(shares)
-        pairs = zip(shares, walls, rows, strict=True)
-        return layout_of(shares, tuple(most if most and share > wall else share for share, wall, most in pairs))
+        return layout_of(
+            shares, tuple(self._cut(i, share, walls[i], rows[i], fits[i]) for i, share in enumerate(shares))
+        )
+
+    def _cut(self, position: int, share: int, wall: int, rows: int, fits: int) -> int:
+        """The rows of each pass of a share; all of them in one pass where that fits, or passes can't be taken."""
+        curve = self.alone[position]
+        if not rows or share <= wall or curve is None:
+            return share
+        extra = self.extra_seconds[position] or 0.0
+        return -(-share // PassCurve(curve, wall, rows, extra, fits).passes(share))
 
     @cached_property
     def _safe_rows(self) -> tuple[int, ...]:

@@ -11,9 +11,10 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 from ..types import Layout
 from .host_choice import split_over_hosts
 from .machine_model import MachineModel
-from .ranking import smallest_gain
+from .ranking import COMES_TRUE, smallest_gain, worthwhile_gain
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
+NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 REACH = 8  # a curve is trusted up to this many times the largest batch that ran
 
 
@@ -45,7 +46,7 @@ class Predictions:
     def fastest_split(self) -> Allocation | None:
         """The split of most samples/s that is predicted to fit; in passes only where that gains."""
         one = self.one_pass_split
-        several = self._in_passes
+        several = self._split_in_passes()
         return several if several is not None and self._gains(several, one) else one
 
     @cached_property
@@ -98,6 +99,14 @@ class Predictions:
         if len(live) < 2 or not unknown:
             return {}  # one device has no choice
         wanted = self.fastest_split
+        hoped = self._split_in_passes(NOT_REPEATED)
+        if (
+            hoped
+            and wanted
+            and COMES_TRUE * (hoped.samples_per_second / wanted.samples_per_second - 1)
+            > worthwhile_gain(self._problem.tolerance)
+        ):
+            wanted = hoped
         found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
             return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
@@ -107,11 +116,11 @@ class Predictions:
         model = self.model
         return {i: b for i, b in shares if b > model.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None}
 
-    @cached_property
-    def _in_passes(self) -> Allocation | None:
+    def _split_in_passes(self, not_repeated: float = 0.0) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
 
-        A free batch has none: it would grow without end.
+        A free batch has none: it would grow without end. Of passes that were never measured, this part of a step's
+        fixed time isn't repeated.
         """
         model, one = self.model, self.one_pass_split
         if not any(model.pass_rows):
@@ -121,7 +130,8 @@ class Predictions:
             for device in model.split_curves
         ):
             return None
-        return self._split([model.in_passes(device, model.bounds.asked_in_passes) for device in model.split_curves])
+        most = model.bounds.asked_in_passes
+        return self._split([model.in_passes(device, most, not_repeated) for device in model.split_curves])
 
     # ------------------------------------------------------------------ one device
 

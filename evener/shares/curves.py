@@ -73,8 +73,9 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     curve: Curve
     wall: int  # the largest share in one pass
-    rows: int  # the most rows of each of several passes
+    rows: int  # the rows of a pass that do most samples/s, where it takes several
     extra: float = 0.0
+    fits: int = 0  # the most rows of each of several passes; at least `rows`
 
     @property
     def simple(self) -> bool:
@@ -82,8 +83,14 @@ class PassCurve(msgspec.Struct, frozen=True):
         return self.curve.simple
 
     def passes(self, share: float) -> int:
-        """The number of passes: one where the share fits at once, else as few as `rows` allows."""
-        return 1 if share <= self.wall else math.ceil(share / self.rows)
+        """The number of passes: one where the share fits at once, else as few as `rows` allows; one less if faster."""
+        if share <= self.wall:
+            return 1
+        many = math.ceil(share / self.rows)
+        fewer = many - 1
+        if fewer < 2 or math.ceil(share / fewer) > self.fits:
+            return many
+        return min(fewer, many, key=lambda passes: step_in_passes(self.curve, share, passes, self.extra))
 
     def seconds(self, share: float) -> float:
         """Predicted step time of `share` samples."""
@@ -98,7 +105,9 @@ class PassCurve(msgspec.Struct, frozen=True):
             return most
         full = int((seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING))
         if full > 1:
-            most = max(most, min(full * self.rows, ceiling) // quantum * quantum)
+            each = min(self.curve.most_rows((seconds + self.extra) / full - self.extra), self.fits)
+            each = max(self.rows, min(int(each), self.rows * (full + 1) // full))
+            most = max(most, min(full * each, ceiling) // quantum * quantum)
         if most + quantum > ceiling:
             return most
         passes = max(2, full + 1)
