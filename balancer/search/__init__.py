@@ -16,13 +16,13 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
 1. `solo_stage`: every device alone, all at the same time, two small batches. This gives each t_i and memory line. Then
    the layout that would be fastest if each t_i were as fast as its points allow (`model/hope`) says which batches to
    measure, while half of the expected gain pays for their time. A device that would keep the others waiting for little
-   is left out of a round. Devices whose times differ by no more than noise share one curve, hence equal shares.
+   is left out of a round. Devices whose times differ by no more than noise share one curve, hence equal shares. Times
+   that rise by the same jump again and again are stairs (`model/stairs`), whose ends are the batches to train with.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
-   c_k is assumed low, so that using fewer devices gets tried. More splits are allowed if no simple curve fits the
-   times. If the batch is free, the smallest split that is predicted to be within the tolerance of the fastest
-   (`tolerable`) is measured, and the fastest too. A device that may beat every split alone is measured while the
-   others are idle (stage `rest`).
+   c_k is assumed low, so that using fewer devices gets tried. If the batch is free, the smallest split that is
+   predicted to be within the tolerance of the fastest (`tolerable`) is measured, and the fastest too. A device that may
+   beat every split alone is measured while the others are idle (stage `rest`).
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
    several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a

@@ -1,7 +1,7 @@
 """A device's seconds(batch): fitted to a few noisy points, rising, and inverted exactly.
 
 The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a knee and straight
-after it, or one of these bent through the points; each point's deviation is shrunk by the share that noise explains.
+after it, stairs, or a line bent through the points; each point's deviation is shrunk by the share that noise explains.
 Real step times may fall as the batch grows; the curve stays level there, and a split that contradicts it is repeated.
 """
 
@@ -16,9 +16,11 @@ import msgspec
 from evener.shares.curves import Curve
 
 from .regression import rising_line
+from .stairs import Step, fit_stairs
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
+FORESEEN = 8  # times the largest batch: as far as stairs go on, and as far as a curve is trusted (large_only)
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
@@ -52,23 +54,37 @@ class Hinge(msgspec.Struct, frozen=True):
 
 def fit_curve(points: Iterable[Point]) -> Curve | None:
     """The curve that explains the points; None without any."""
-    merged = merge_points(points)
+    found = list(points)
+    merged = merge_points(found)
     if not merged:
         return None
     hinge, worst = _simplest(merged)
     simple = worst <= LINE_ERRORS
+    if not simple and (stairs := fit_stairs([_step(point) for point in merge_points(found, 0.0)])):
+        return stairs.curve(FORESEEN * merged[-1].batch, _typical_error(merged))
     return _broken_line(hinge, merged, [] if simple else _bends(merged, hinge), simple)
 
 
-def merge_points(points: Iterable[Point]) -> list[Point]:
-    """Points in rising batch; those whose batches differ by less than `SAME_BATCH` are averaged by their errors."""
+def _step(point: Point) -> Step:
+    return Step(point.batch, point.seconds, LINE_ERRORS * max(point.error, LEAST_ERROR) * point.seconds)
+
+
+def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
+    """Points in rising batch; those whose batches are as `near` are averaged, if noise explains how they differ."""
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and point.batch <= groups[-1][0].batch * (1 + SAME_BATCH):
+        if groups and _is_same(groups[-1][0], point, near):
             groups[-1].append(point)
         else:
             groups.append([point])
     return [_average(group) for group in groups]
+
+
+def _is_same(one: Point, other: Point, near: float) -> bool:
+    """True if two points are of nearly one batch, and noise explains their times: a stair may lie between."""
+    errors = LINE_ERRORS * (max(one.error, LEAST_ERROR) + max(other.error, LEAST_ERROR))
+    larger = other.batch / one.batch - 1
+    return not larger or (larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors)
 
 
 def _average(group: Sequence[Point]) -> Point:

@@ -114,11 +114,50 @@ def test_a_time_that_falls_leaves_the_curve_level_and_near_both() -> None:
 
 def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
     """100 and 101 samples are one batch; the surer one counts for more, and their mean is surer than both."""
-    (merged,) = merge_points([Point(100, 1.0, 0.01), Point(101, 1.3, 0.1)])
+    (merged,) = merge_points([Point(100, 1.0, 0.01), Point(101, 1.2, 0.1)])
     assert merged.batch in (100, 101)
     assert merged.seconds == pytest.approx(1.0, rel=0.02)
     assert merged.error < 0.01
     assert len(merge_points([Point(100, 1.0, 0.01), Point(103, 1.3, 0.1)])) == 2
+    assert len(merge_points([Point(128, 1.0, 0.002), Point(129, 1.4, 0.002)])) == 2, "a stair lies between them"
+
+
+@given(st.sampled_from([8, 16, 64, 100, 128, 300]), st.floats(0.0, 50.0), st.floats(2.0, 30.0), st.integers(0, 60))
+def test_stairs_are_read_from_a_few_batches(width: int, base: float, rise: float, shift: int) -> None:
+    """Whatever their width and where they begin: the curve meets every point, and stairs of tiles end where they do."""
+    tiles = shift < 30 and width & (width - 1) == 0
+    shift = 0 if tiles else shift
+
+    def seconds(batch: int) -> float:
+        return (base + rise * math.ceil((batch + shift) / width)) / 1000
+
+    batches = sorted({2, 2 + width // 4, width, 2 * width - 1, 3 * width - 1, 3 * width + 2, 6 * width + 1})
+    points = [Point(batch, seconds(batch), 0.001) for batch in batches]
+    curve = fit_curve(points)
+    assert curve is not None
+    for batch in batches:
+        assert curve.seconds(batch) == pytest.approx(seconds(batch), rel=0.05)
+    if tiles and curve.simple and not curve.flat:
+        assert all(curve.seconds(n * width) == pytest.approx(seconds(n * width), rel=0.05) for n in range(1, 9))
+
+
+def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
+    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the second wave."""
+    times = {4: 75.9, 32: 75.9, 93: 126.2, 128: 126.1}
+    curve = fit_curve(Point(batch, time / 1000, 0.002) for batch, time in times.items())
+    assert curve is not None
+    assert curve.largest(0.080, 1000, 1) == 64
+    assert curve.largest(0.130, 1000, 1) == 128
+    assert curve.seconds(129) == pytest.approx(0.1764, rel=0.01)
+
+
+def test_two_small_times_far_below_a_line_are_no_stair() -> None:
+    """1.3 and 2.5 ms differ by little of what the next rise would be, and by half of themselves."""
+    times = {8: 1.275, 64: 2.495, 933: 33.16, 1803: 65.25}
+    curve = fit_curve(Point(batch, time / 1000, 0.0005) for batch, time in times.items())
+    assert curve is not None
+    assert curve.seconds(64) == pytest.approx(0.002495, rel=0.05)
+    assert curve.seconds(400) > 0.010
 
 
 def test_costs_between_and_beyond_the_splits_that_ran() -> None:
