@@ -46,6 +46,7 @@ SURPRISE = (
     6  # times: a probe of longer steps than its time / this ends at once (knee, slow_start: curves are flat so far)
 )
 SLACK = 1.25  # times the predicted time of the first split that is kept for it
+AT_ONCE = 0.4  # of the shortest probe: one that ends with its second step (flat, then linear, in 20 s)
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
@@ -96,12 +97,17 @@ class Budget:
         end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
         return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
 
+    def affords_at_once(self, layout: Layout, step_seconds: float) -> bool:
+        """True if two steps of this layout can end within the budget."""
+        return self.seconds is None or self.spent + AT_ONCE * self.least_seconds(layout, step_seconds) <= self.seconds
+
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
         if self.seconds is None:
             return True
         left = self._end("solo") - self.spent
-        return seconds <= MOST_OF_LEFT * left and (seconds + SLACK * after <= left or after > left)
+        kept = next((kept for kept in (SLACK * after, AT_ONCE * after) if kept <= left), 0.0)
+        return seconds <= MOST_OF_LEFT * left and seconds + kept <= left
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left."""

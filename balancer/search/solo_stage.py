@@ -17,11 +17,12 @@ from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 from ..types import Probe, solo
 from .budget import Budget
-from .model.hope import hopeful_curve
+from .model.hope import bend_is_open, hopeful_curve
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
+from .ranking import COMES_TRUE
 
-MOST_ROUNDS = 10
+MOST_ROUNDS = 12  # without a budget, where nothing else ends them
 SMALL = 8  # the first batch, of a free global batch
 SECOND = 64  # the second batch
 RATIO = 8  # between the two
@@ -33,7 +34,6 @@ FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
 LEAST_RATE = 1e-9  # samples/s
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
-COMES_TRUE = 0.5  # of a hope
 PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
@@ -84,6 +84,8 @@ class SoloStage:
         kept = order[:best]
         layout = solo(self._problem.devices, kept[-1], due[kept[-1]])  # without a second batch there is no curve
         affordable = self._budget.affords(layout, "race", self._step(kept[-1], due[kept[-1]]))
+        if any(len(self._model.devices[i].alone) > 1 for i in self._model.live):  # they can train without these
+            affordable = self._has_time(costs[kept[-1]])
         known = [
             max((p.batch / p.seconds for p in self._model.devices[i].alone), default=0.0) for i in self._model.live
         ]
@@ -120,11 +122,14 @@ class SoloStage:
         return self._round(wanted) if wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
 
     def _gap_at_best(self, position: int) -> int:
-        """The middle of the wider gap beside a bent curve's best batch, where samples/s may be higher; 0: none."""
+        """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
         curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
-        if self._problem.global_batch is not None or curve is None or curve.simple:
+        if self._problem.global_batch is not None or curve is None:
             return 0
-        best = max(range(len(points)), key=lambda i: points[i].batch / points[i].seconds)
+        if curve.simple and not bend_is_open(points, curve):
+            return 0
+        rates = [point.batch / point.seconds for point in points]
+        best = next(i for i, rate in enumerate(rates) if rate >= (1 - HIDDEN) * max(rates))
         gaps = pairwise(p.batch for p in points[max(0, best - 1) : best + 2])
         low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1, 1))
         return (low + high) // 2 // self._quantum * self._quantum if high > PEAK * low else 0
@@ -182,7 +187,7 @@ class SoloStage:
         wall = max(rows, curve.largest(two, device.limit, self._quantum))
         if wall >= self._model.bounds.asked_in_passes:
             return device
-        return DeviceCurve(i, PassCurve(curve, wall, rows, extra), self._model.bounds.asked_in_passes)
+        return DeviceCurve(i, PassCurve(curve, wall, rows, extra, wall), self._model.bounds.asked_in_passes)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._predictions.fastest_of([one for one in devices if one.limit])

@@ -13,14 +13,11 @@ from collections.abc import Iterator
 from evener.shares.waterfill import Allocation
 
 from ..types import Failed, Probe, Stage
-from .budget import Budget
-from .layouts import same_measurement
+from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, worthwhile_gain
 
-MOST_SPLITS = 4
-MOST_OF_BENT = 7  # splits, if no simple curve fits a device's times
-PATIENT_SPLITS = 8  # while none has run
+MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and some run out of memory
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
 HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
@@ -49,21 +46,22 @@ class SplitStage:
         stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
         if not self._budget.affords(layout, ends_with, wanted.seconds, reserved=after):
-            return None
-        left = self._most - len(self._model.splits)
+            rough = not after and not self._model.splits and not self._seen.in_stage("rest")  # better than no plan
+            rough = rough and self._budget.affords_at_once(layout, wanted.seconds)
+            return Probe(layout, stage, SHORTEST_PROBE_SECONDS) if rough else None
+        left = MOST_SPLITS - len(self._model.splits)
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
 
     def _next_split(self) -> Allocation | None:
         """The allocation that is worth a split probe; None when nothing is."""
         tried = self._seen.in_stage("split")
         failed = sum(1 for seen in tried if isinstance(seen, Failed))
-        most = self._most if self._model.splits else PATIENT_SPLITS
         used = len(tried) + len(self._seen.in_stage("rest"))
-        if len(self._model.live) < 2 or used >= most or failed >= MOST_FAILED:
+        if len(self._model.live) < 2 or used >= MOST_SPLITS or failed >= MOST_FAILED:
             return None
         for wanted in self._choices():
             layout = self._predictions.layout(wanted)
-            if layout.traits.together and not any(same_measurement(layout, seen.probe.layout) for seen in tried):
+            if layout.traits.together and all(layout != seen.probe.layout for seen in tried):
                 return wanted
         return None
 
@@ -80,11 +78,6 @@ class SplitStage:
         """Whether no split of nearly this global batch was measured: noise would move the prediction again."""
         tried = [seen.probe.layout.global_batch for seen in self._model.fitting_splits]
         return all(abs(batch / wanted.global_batch - 1) > NEAR_BATCH for batch in tried)
-
-    @property
-    def _most(self) -> int:
-        simple = all(device.curve.simple for device in self._model.split_curves)
-        return MOST_SPLITS if simple else MOST_OF_BENT
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
@@ -122,7 +115,7 @@ class SplitStage:
         live = self._model.live
         if len(live) > 1 and self._with_splits and not self._model.splits:
             return None
-        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= self._most:
+        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= MOST_SPLITS:
             return None
         singles = [one for i in live if (one := self._predictions.single(i)) and not self._was_at_rest(i)]
         wanted = max(singles, key=lambda one: one.samples_per_second, default=None)

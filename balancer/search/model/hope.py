@@ -23,7 +23,7 @@ CLEAR = 2.0  # standard errors: a gap in which less may hide shows nothing
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
     """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
     found = merge_points(points)
-    if len(found) < 3 or (curve.simple and not bend_is_open(found, curve)):
+    if len(found) < 3 or (curve.simple and not curve.flat and not bend_is_open(found, curve)):
         return curve
     knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]
     for i in range(1, len(found)):
@@ -56,7 +56,10 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
         return None
     width = (one.batch + other.batch) / 2 - one.batch
     if after > max(before, own / BENT):
-        width = (other.batch - one.batch) * (after - own) / (after - before)
+        last = points[right + 1]
+        error = CLEAR * math.hypot(other.error * other.seconds, last.error * last.seconds) / (last.batch - other.batch)
+        meets = [(steep - own) / (steep - before) for steep in (after, after + error)]
+        width = (other.batch - one.batch) * sum(meets) / 2
     batch = math.floor(one.batch + width)
     seconds = one.seconds + before * (batch - one.batch)
     gain = one.seconds + own * (batch - one.batch) - seconds
