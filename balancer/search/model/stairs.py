@@ -41,7 +41,7 @@ class Stairs(msgspec.Struct, frozen=True):
     least: float
 
     def curve(self, largest: int, error: float) -> Curve:
-        """The same as a curve with a knot at both ends of each stair, up to a batch."""
+        """The stairs up to a batch, as a curve with a knot at both ends of each."""
         knots: dict[float, float] = {}
         batch, level = 0, math.ceil(1 / self.width + self.shift)
         for stair in range(level, level + MOST_STAIRS):
