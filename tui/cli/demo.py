@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ..text.formatting import plain
 from .options import AsciiOption, ThemeOption
-from .output import draws_screens, terminal_columns
+from .output import draws_screens
 
 app = typer.Typer()
 SHOWN = (5, 11, 20)  # seconds of the training: as planned, while a card is hot, with other shares
@@ -41,32 +40,25 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """The same as lines: the search's measurements, its result, and the training at some moments."""
+    """The same as text: the search with its result, and the training at some moments."""
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session
     from evener.devices.discover import discover
 
     from ..runtime.simulated_training import PAIR, TrainingSource
-    from ..text.progress import Progress
-    from ..text.summaries import summary_lines
-    from ..view.plain import trainings_text
-    from .monitor import choose_marks, draw_reading
+    from .monitor import draw_reading
+    from .replay import print_events
 
-    progress, show = Progress(), choose_marks(ascii_only).show
     with closing(Session(open_run(Request(devices=PAIR)))) as session:
-        for line in filter(None, map(progress.take, session.events())):
-            print(show(plain(line)))
-    finished, machine = progress.state.finished, discover(PAIR).machine
+        finished, machine = print_events(session.events()), discover(PAIR).machine
     assert finished is not None
     assert machine is not None
-    lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns())
-    print("", *map(show, lines), "", sep="\n")
-    print("A training by this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
+    print("\nA training by this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
     seconds = 0
     source = TrainingSource(machine, lambda: float(seconds))
     source.train(finished.plan)
     for seconds in range(max(SHOWN) + 1):
         reading = source.sample()
         if seconds in SHOWN:
-            print(f"\nAfter {seconds} s:", draw_reading(reading, ascii_only, trainings_text), sep="\n", end="")
+            print(f"\nAfter {seconds} s:\n{draw_reading(reading, ascii_only)}", end="")

@@ -177,14 +177,14 @@ def _record(at_seconds: float, sample: DeviceSample) -> dict[str, object]:
     return record | {key: each.current if isinstance(each, Reading) else each for key, each in values.items()}
 
 
-def draw_reading(snapshot: Snapshot, ascii_only: bool, draw: Callable[..., str] = snapshot_text) -> str:
+def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
     """The reading as text for standard output: in the width and the colours of its terminal, if it is one."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
-    return draw(snapshot, max(80, width), choose_marks(ascii_only), colour=colour)
+    return snapshot_text(snapshot, max(80, width), _marks(ascii_only), colour=colour)
 
 
-def choose_marks(ascii_only: bool) -> Marks:
+def _marks(ascii_only: bool) -> Marks:
     """Plain ASCII if requested, or if the stream's encoding has nothing else."""
     try:
         "━╸▸…".encode(sys.stdout.encoding or "utf-8")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from evener.balancer import journal
-from evener.balancer.events import Finished
+from evener.balancer.events import Event, Finished
 from evener.balancer.intake import read_job
-from evener.balancer.journal import Record
 
 from ..runtime.sessions import read_run, recorded_events
 from ..text.formatting import plain
@@ -39,19 +39,21 @@ def replay(
     record = journal.read(Path(source), foreign=True) if Path(source).is_file() else read_run(source)
     read_job(record.header)  # its faults are raised before the screen opens
     if plain_text or not draws_screens():
-        _print_events(record)
+        print_events(recorded_events(record))
         return
     from ..start import run_app
 
     raise typer.Exit(run_app("auto", theme=theme, played=record, speed=speed, ascii=ascii_only))
 
 
-def _print_events(record: Record) -> None:
-    """The lines that the session printed, at once, and its result."""
+def print_events(events: Iterable[Event]) -> Finished | None:
+    """Print the lines of a session at once, and its result, which is returned."""
     progress = Progress()
-    for event in recorded_events(record):
+    for event in events:
         if (line := progress.take(event)) is not None:
             print(plain(line), file=sys.stderr)
-        if isinstance(event, Finished):
-            lines = summary_lines(event.plan, progress.devices, event.verdict, terminal_columns())
-            print("\n".join(lines))
+    finished = progress.state.finished
+    if finished is not None:
+        lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns())
+        print("\n".join(lines))
+    return finished

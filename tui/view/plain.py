@@ -55,12 +55,6 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     return "\n".join(lines) + "\n"
 
 
-def trainings_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool) -> str:
-    """The trainings of a snapshot alone, in the same form."""
-    lines = (_drawn(each, marks, colour) for each in _training_parts(snapshot, width, marks))
-    return "\n".join(lines) + "\n"
-
-
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
     """The document of `--json`: the snapshot, with its reports joined as trainings."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}

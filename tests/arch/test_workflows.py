@@ -1,0 +1,39 @@
+"""Workflows run what is in this repository, by actions that nobody can change afterwards."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+WORKFLOWS = {path.name: path.read_text() for path in (REPO / ".github" / "workflows").glob("*.yml")}
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    """With the version behind it, for a reader and for updates."""
+    uses = [line.strip() for text in WORKFLOWS.values() for line in text.splitlines() if "uses:" in line]
+    assert len(uses) > 6
+    assert [line for line in uses if not re.search(r"@[0-9a-f]{40} # v\d+(\.\d+)+$", line)] == []
+
+
+def test_what_they_run_is_there() -> None:
+    """Scripts of .ci/, targets of make, extras, and Pythons that pyproject.toml claims."""
+    text = "\n".join(WORKFLOWS.values())
+    scripts = set(re.findall(r"\.ci/\w+", text))
+    assert scripts == {".ci/run", ".ci/package"}
+    assert all((REPO / name).stat().st_mode & 0o111 for name in scripts)
+    targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake (\w+)", text)) <= targets
+    extras = {name for found in re.findall(r"-e \"\.\[([\w,-]+)\]", text) for name in found.split(",")}
+    assert extras <= set(PROJECT["optional-dependencies"])
+    claimed = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
+    assert set(re.findall(r"^ +(3\.\d+)$", WORKFLOWS["ci.yml"], re.MULTILINE)) == claimed
+
+
+def test_a_release_needs_the_owner() -> None:
+    """PyPI refuses the package until the owner takes one line out, which CONTRIBUTING names."""
+    assert "Private :: Do Not Upload" in PROJECT["classifiers"]
+    assert '"Private :: Do Not Upload"' in (REPO / "CONTRIBUTING.md").read_text()
+    assert "urls" not in PROJECT
