@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks import dealing, monitor
 from benchmarks.search import QUICK_NOISES, QUICK_SIZES, jobs
@@ -84,6 +85,13 @@ def measure_dealing() -> dict[str, float]:
     return {"over_bound_median": over, "ms_a_batch": 1e3 * seconds}
 
 
+def _rounded(value: Any) -> Any:
+    """Figures of five digits: more say nothing."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     """Measure everything, print the line, and append it."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "benchmark.jsonl"
@@ -101,7 +109,7 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         line[name] = measure()
     line["seconds"] = time.monotonic() - begun
-    text = json.dumps(line)
+    text = json.dumps(_rounded(line))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(f"{text}\n")
