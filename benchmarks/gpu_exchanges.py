@@ -44,7 +44,8 @@ def _steps(bench: GpuBench, name: str, words: tuple[str, ...], seconds: float) -
 
 def failures(bench: GpuBench) -> None:
     """10. Injected out-of-memory on two ranks, a rank that is killed, and Ctrl-C, while the other computes again."""
-    bench.script("failures", "benchmarks.oom", "--failures", "100" if bench.small else "1000", seconds=280)
+    wanted = ("--failures", "100" if bench.small else "1000", "--at-once", "1" if bench.small else "3")
+    bench.script("failures", "benchmarks.oom", *wanted, "--out", str(bench.out / "oom"), seconds=140)
     ends = ("kill", "interrupt", "--json", str(bench.out / "ends.json"))
     bench.script("ends", "benchmarks.gpu_exchange", *ends, seconds=90)
 

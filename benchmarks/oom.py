@@ -1,19 +1,22 @@
 """Trainings of two and three ranks whose passes run out of memory, until there were 1,000 of them.
 
-    python -m benchmarks.oom [--failures 1000]
+    python -m benchmarks.oom [--failures 1000] [--at-once 3] [--out DIR]
 
 Each case of tests/support/torch_oom_programs.py is trained with seed after seed: at random layers, forward or backward,
 in any pass, on any rank, also after buckets have been sent, and before the optimizer's first step; and once by one
 process that takes the same passes. The bar is 1e-12 in float64. Where there are two GPUs, two ranks train on them over
-NCCL.
+NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks, and what the ranks printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ GPUS = torch.cuda.device_count() > 1
 SHARES = ((24, 8), (20, 12)) if GPUS else ((24, 12, 8), (20, 12))
 TRAIN = f"{programs.__name__}.train_all"
 BAR = 1e-12
-SEEDS = 2 if GPUS else 4  # in one start of ranks
+SEEDS = 1 if GPUS else 2  # in one start of ranks
+APART = 1000  # seeds of two that train at once
 
 
 def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> float:
@@ -45,29 +49,68 @@ def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> float:
     return worst
 
 
+def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
+    """Train until there were so many failures."""
+    found: dict[str, Any] = {"failures": 0, "steps": 0, "worst": 0.0, "seconds": 0.0}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        server = None if GPUS else stack.enter_context(RankServer(programs.__name__))
+        number = 0
+        while found["failures"] < wanted:
+            shares, seed = SHARES[number % len(SHARES)], first + number // len(SHARES) * SEEDS
+            seeds, out = list(range(seed, seed + SEEDS)), folder / f"{seed}-{'-'.join(map(str, shares))}"
+            if server is None:
+                run_on_gpus(TRAIN, out, shares, seeds)
+            else:
+                server.run(TRAIN, out, shares, seeds, ranks=place_ranks(len(shares)))
+            ranks = [torch.load(out / f"{rank}.pt") for rank in range(len(shares))]
+            found["failures"] += sum(each["burst"] for rank in ranks for each in rank.values())
+            found["steps"] += sum(len(each["losses"]) for each in ranks[0].values())
+            found["worst"] = max(found["worst"], find_worst(ranks, shares))
+            found["seconds"] = round(time.monotonic() - began, 1)
+            (folder / f"found-{first}.json").write_text(json.dumps(found))
+            print(describe(found), flush=True)
+            number += 1
+    return found
+
+
+def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
+    """The same in several processes, each with other seeds."""
+    command = [sys.executable, "-m", "benchmarks.oom", "--failures", str(-(-wanted // times)), "--out", str(folder)]
+    firsts = [1 + APART * number for number in range(times)]
+    children = [subprocess.Popen([*command, "--first", str(first)]) for first in firsts]
+    codes = [child.wait() for child in children]
+    every = [json.loads((folder / f"found-{first}.json").read_text()) for first in firsts]
+    total = {name: sum(each[name] for each in every) for name in ("failures", "steps")}
+    most = {name: max(each[name] for each in every) for name in ("worst", "seconds")}
+    assert not any(codes), codes
+    return total | most
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A line."""
+    said = f"{found['failures']} out-of-memory errors in {found['steps']} steps, {found['seconds']:.0f} s"
+    return f"{said}: at most {found['worst']:.1e} from one process"
+
+
 def main() -> None:
     """Print what was found; exit with 1 above the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--failures", type=int, default=1000)
-    wanted = parser.parse_args().failures
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--first", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    failures, steps, seed, worst, began = 0, 0, 1, 0.0, time.monotonic()
-    with RankServer("tests.support.torch_oom_programs") as server, tempfile.TemporaryDirectory() as folder:
-        while failures < wanted:
-            for shares in SHARES:
-                seeds, out = list(range(seed, seed + SEEDS)), Path(folder, f"{seed}-{len(shares)}")
-                if GPUS:
-                    run_on_gpus(TRAIN, out, shares, seeds)
-                else:
-                    server.run(TRAIN, out, shares, seeds, ranks=place_ranks(len(shares)))
-                ranks = [torch.load(out / f"{rank}.pt") for rank in range(len(shares))]
-                failures += sum(each["burst"] for rank in ranks for each in rank.values())
-                steps += sum(len(each["losses"]) for each in ranks[0].values())
-                worst = max(worst, find_worst(ranks, shares))
-                said = f"{failures} out-of-memory errors in {steps} steps, {time.monotonic() - began:.0f} s"
-                print(f"{said}: at most {worst:.1e} from one process", flush=True)
-            seed += SEEDS
-    sys.exit(worst > BAR)
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.out or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.at_once > 1:
+            found = train_at_once(options.failures, options.at_once, folder)
+            print(describe(found), flush=True)
+        else:
+            found = train(options.failures, options.first, folder)
+    sys.exit(found["worst"] > BAR)
 
 
 if __name__ == "__main__":

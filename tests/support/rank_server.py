@@ -8,6 +8,7 @@ Ranks on GPUs are processes of their own, as CUDA may not be forked: the script 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from tests.support.torch_start import free_port, rank_environment, run_ranks
 
 SECONDS = 300  # no rank takes so long, so it hangs
+HANGING_SECONDS = 60  # after which one on a GPU says what it is at
 
 
 class RankServer:
@@ -134,6 +136,7 @@ def wait_for(ranks: dict[int, int]) -> list[int]:
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         name, folder, rank, given = sys.argv[1:]
+        faulthandler.dump_traceback_later(HANGING_SECONDS, repeat=True)
         called = find_function(name)
         gc.freeze()
         called(Path(folder), int(rank), *json.loads(given))
