@@ -53,8 +53,8 @@ def explain_exploring(probe: Probe, split_before: bool) -> str:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
     if layout.costs:
         if probe.stage == "solo":
-            return "Measures every device alone: the global batch, dealt by what its rows cost."
-        return f"Measures a real step, its rows dealt to {len(layout.active)} devices by what they cost."
+            return "Measures every device alone: the global batch, assigned by what its rows cost."
+        return f"Measures a real step, its rows assigned to {len(layout.active)} devices by what they cost."
     if probe.stage == "solo":
         if layout.in_passes:
             return "Measures devices alone in several passes: what each further pass costs."

@@ -108,7 +108,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
 def check_padding(model: Any, batch: DealtArrays) -> None:
     """RequestError unless a row of the batch computes the same without its padding, and the loss leaves that out."""
     if model.run_eagerly:
-        raise RequestError("Rows can't be dealt by length eagerly.", "Compile with run_eagerly=False.")
+        raise RequestError("Rows can't be assigned by length eagerly.", "Compile with run_eagerly=False.")
     if any(isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)):
         raise RequestError("Batch normalization counts padding in its statistics.", "Train without lengths.")
     x, _, weight = keras.utils.unpack_x_y_sample_weight(batch.data)

@@ -157,7 +157,7 @@ class Split:
             return arrays.global_batches() if lengths is None else self._deal_rows(arrays, x, lengths)
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight, lengths)):
             raise RequestError(
-                "A dataset comes with its own labels, weights and order, and its rows can't be dealt by length.",
+                "A dataset comes with its own labels, weights and order, and its rows can't be assigned by length.",
                 "Put them into it: dataset.map(...), dataset.shuffle(...). Rows with lengths have to be arrays.",
             )
         batched = gives_batches(x, self._inputs)
@@ -175,7 +175,7 @@ class Split:
         if self.engine not in ("solo", "towers") or self.cut.in_passes:
             who = "A plan with passes" if self.cut.in_passes else f"engine={self.engine!r}"
             raise RequestError(
-                f"{who} can't deal rows by length: all of them have to come together before the loss, as in towers.",
+                f"{who} can't assign rows by length: all of them have to come together before the loss, as in towers.",
                 "Use engine='towers' and a plan without passes (evener balance --micro off), or leave lengths out.",
             )
         dealer = make_dealer(self.cut.weights, self.cut.weights, ())

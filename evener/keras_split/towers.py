@@ -120,7 +120,7 @@ class Towers:
         dealt, (x, _, _) = _open(data)
         if dealt is not None:
             raise RequestError(
-                "Rows dealt by length come in the order of the devices, not in that of the data.",
+                "Rows assigned by length come in the order of the devices, not in that of the data.",
                 "Predict on split.data without lengths, or on the arrays.",
             )
         towers = self._run(self.pieces(x), count_rows(x), training=False)

@@ -281,7 +281,9 @@ EXCHANGED_WINDOWS = 2  # at once: an exchange takes longer than all else, and th
 
 def raise_no_shares() -> NoReturn:
     """RequestError: rows are dealt by length."""
-    raise RequestError("Rows dealt by length have no shares to rebalance.", "Leave rebalance out, or make a new plan.")
+    raise RequestError(
+        "Rows assigned by length have no shares to rebalance.", "Leave rebalance out, or make a new plan."
+    )
 
 
 class Rebalancing:

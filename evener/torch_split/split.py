@@ -42,14 +42,14 @@ def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
     """RequestError where rows can't be dealt by length."""
     if not training:
         raise RequestError(
-            "Rows of a validation aren't dealt by length, as its batches have one pass on each rank.",
+            "Rows of a validation aren't assigned by length, as its batches have one pass on each rank.",
             "Leave lengths out.",
         )
     if rebalancing is not None:
         raise_no_shares()
     if strategy is not None:
         raise RequestError(
-            "Lightning takes as many passes on every rank and in every step, and rows dealt by length don't.",
+            "Lightning takes as many passes on every rank and in every step, and rows assigned by length don't.",
             "Leave lengths out, or write the loop with split.parts.",
         )
 

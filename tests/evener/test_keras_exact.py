@@ -164,7 +164,7 @@ def test_rows_dealt_by_length_come_once_and_without_most_padding(proofs: Any) ->
         ("activity", "adds losses of its layers' outputs"),
         ("eager", "eagerly"),
         ("predict", "in the order of the devices"),
-        ("passes", "A plan with passes can't deal rows by length"),
+        ("passes", "A plan with passes can't assign rows by length"),
         ("fewer", "80 lengths for 81 rows"),
         ("too long", "has 16 tokens, but x has a second axis of 4"),
         ("fractions", "isn't a list of whole numbers"),

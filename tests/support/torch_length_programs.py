@@ -235,7 +235,7 @@ def lengths_that_are_no_numbers(shares: tuple[int, ...], rows: TensorDataset) ->
     return []
 
 
-@refused("validation aren't dealt")
+@refused("validation aren't assigned")
 def a_validation_by_length(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     cost_split(shares).loader(Texts(len(rows)), lengths=Texts(len(rows)).lengths, training=False)
     return []

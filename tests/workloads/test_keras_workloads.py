@@ -198,7 +198,7 @@ def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
         ("too few", "training_data() gives a batch of 4 rows instead of 5."),
         ("no dataset", "training_data() gives an object of type ndarray for a batch of 5."),
         ("raises", "division by zero"),
-        ("lengths", "has lengths(), and a search deals rows by their length in PyTorch only."),
+        ("lengths", "has lengths(), and a search assigns rows by their length in PyTorch only."),
     ],
 )
 def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says: str) -> None:

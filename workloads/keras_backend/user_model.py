@@ -54,8 +54,8 @@ class UserModel:
         """The data of the user's `training_data()`, if there is one; RequestError if it has lengths."""
         if self._own is not None and self._own.lengths is not None:
             raise RequestError(
-                f"{self._name} has lengths(), and a search deals rows by their length in PyTorch only.",
-                "Remove it. By the plan's shares, split.data(..., lengths=) deals padded rows in the training.",
+                f"{self._name} has lengths(), and a search assigns rows by their length in PyTorch only.",
+                "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows in the training.",
             )
         if self._own is None or self._own.training_data is None:
             return None

@@ -76,9 +76,9 @@ def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:
     assert passes
     assert all("passes of rows of" in words for words in passes)
     assert whole
-    assert all("the global batch, dealt by what its rows cost" in words for words in whole)
+    assert all("the global batch, assigned by what its rows cost" in words for words in whole)
     assert splits
-    assert all("rows dealt to 2 devices" in words for words in splits)
+    assert all("rows assigned to 2 devices" in words for words in splits)
 
 
 def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
