@@ -116,7 +116,7 @@ def _struct(path: Path, name: str, names: tuple[str, ...]) -> Iterator[str]:
     fields = [field for field in found.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
     if not fields:
         return
-    yield from ("| key | type | default | |", "| --- | --- | --- | --- |")
+    yield from ("| key | | type | default |", "| --- | --- | --- | --- |")
     for field in fields:
         kind = field.annotation
         if (
@@ -128,7 +128,7 @@ def _struct(path: Path, name: str, names: tuple[str, ...]) -> Iterator[str]:
         default = f"`{ast.unparse(field.value)}`" if field.value is not None else ""
         words = _prose(comments.get(field.end_lineno or 0, ""))
         assert isinstance(field.target, ast.Name)
-        yield f"| `{field.target.id}` | {_prose(ast.unparse(kind))} | {_prose(default)} | {words} |"
+        yield f"| `{field.target.id}` | {words} | {_prose(ast.unparse(kind))} | {_prose(default)} |"
 
 
 def _comments(text: str) -> dict[int, str]:

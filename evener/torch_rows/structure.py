@@ -28,8 +28,8 @@ class DealtBatch:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RequestError(
-            "The rows of this batch are assigned by length, in several passes on a rank, but this loop computes a batch at"
-            " once.",
+            "The rows of this batch are assigned by length, in several passes on a rank, but this loop computes a"
+            " batch at once.",
             "Write for part in split.parts(batch): and part.backward(loss).",
         )
 

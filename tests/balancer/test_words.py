@@ -28,7 +28,7 @@ from tests.support.search_outcomes import draw_outcome
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r'"([a-z_]+(?:\.[a-z_]+)?)"')
 WRITERS = [path for folder in ("balancer", "tui") for path in (ROOT / folder).rglob("*.py")]
-COMMANDS = (ROOT / "docs" / "commands.md").read_text()
+COMMANDS = (ROOT / "docs" / "findings.md").read_text()
 
 
 def written_codes() -> set[str]:
