@@ -211,7 +211,7 @@ def read(path: Path, *, foreign: bool = False) -> Record:
         raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
     header, *rest = (_entry(text, path, number) for number, text in enumerate(lines, 1))
     if not isinstance(header, Header):
-        raise RequestError(f"{path}: line 1 is no header.", "The file is not a journal, or was changed.")
+        raise RequestError(f"{path}: line 1 isn't a header.", "The file is not a journal, or was changed.")
     entries = tuple(_checked(entry, header, f"{path}: line {number}") for number, entry in enumerate(rest, 2))
     return Record(header, entries, len(content) - len(incomplete))
 

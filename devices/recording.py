@@ -42,7 +42,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._largest_bytes = largest_bytes
         self.full = False
         if os.path.lexists(path):
-            raise RequestError(f"{path} is there already.", "Name a new file: a recording replaces nothing.")
+            raise RequestError(f"{path} exists already.", "Name a new file: a recording replaces nothing.")
         with self._explained():
             self._stream: BinaryIO = path.open("xb", buffering=0)
         self._append(msgspec.json.encode(RecordingHeader(VERSION, hostname)) + b"\n")

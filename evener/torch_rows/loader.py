@@ -256,7 +256,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise RequestError(f"prefetch={prefetch!r} is no number of batches.", "Give 0 or more, or leave it out.")
+        raise RequestError(f"prefetch={prefetch!r} isn't a number of batches.", "Give 0 or more, or leave it out.")
     return prefetch
 
 

@@ -218,14 +218,14 @@ def test_a_file_that_is_no_plan_is_replaced_only_with_force(capsys: pytest.Captu
     assert Path("plan.toml").read_bytes() == before
     Path("plan.toml").write_text("mine")
     assert run(["export", first, "-o", "plan.toml"]) == 2
-    assert "plan.toml is there already and is no plan. Add --force" in capsys.readouterr().err
+    assert "plan.toml exists already and isn't a plan. Add --force" in capsys.readouterr().err
     assert run(["export", first, "-o", "plan.toml", "--force"]) == 0
     assert Path("plan.toml").read_bytes() == before
     Path("pyproject.toml").write_text("[project]\n")
     capsys.readouterr()
     assert run(["balance", "--devices", PAIR, "--export", "pyproject.toml"]) == 2
     printed = capsys.readouterr().err
-    assert "is no plan" in printed
+    assert "isn't a plan" in printed
     assert "solo" not in printed
     assert Path("pyproject.toml").read_text() == "[project]\n"
     Path("report.html").write_text("mine")

@@ -139,7 +139,7 @@ def test_what_is_typed_wrong_is_one_sentence(script: str, capsys: pytest.Capture
         "plan.toml -m": "names no module",
         "--host here plan.toml train.py": "'here' is none of the plan's hosts",
         "--rendezvous nowhere.invalid:29400 plan.toml train.py": "nowhere.invalid can't be found",
-        "--rendezvous 29400 plan.toml train.py": "--rendezvous 29400 is no address",
+        "--rendezvous 29400 plan.toml train.py": "--rendezvous 29400 isn't an address",
     }.items():
         assert run(["launch", *words.split()]) == (3 if "can't be found" in named else 2)
         (said,) = capsys.readouterr().err.splitlines()

@@ -98,7 +98,7 @@ def test_a_missing_recording_and_a_folder_are_one_sentence(tmp_path: Path) -> No
 
 def test_a_recording_replaces_nothing_and_stays_within_its_size(tmp_path: Path, script: Any) -> None:
     path = _recorded(tmp_path / "a.jsonl", script)
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="exists already"):
         Recorder(path)
     with Recorder(tmp_path / "b.jsonl", largest_bytes=4000) as recorder:
         written = [recorder.write(script.snapshot()) for _ in range(5)]

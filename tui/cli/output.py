@@ -140,10 +140,10 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
         try:
             load_plan(path)
         except PlanError:
-            raise RequestError(f"{path} is there already and is no plan.", remedy) from None
+            raise RequestError(f"{path} exists already and isn't a plan.", remedy) from None
 
 
 def check_new(path: Path, force: bool) -> None:
     """RequestError if the file is there, unless `force`."""
     if not force and path.exists():
-        raise RequestError(f"{path} is there already.", "Add --force to replace it, or name another file.")
+        raise RequestError(f"{path} exists already.", "Add --force to replace it, or name another file.")

@@ -219,5 +219,5 @@ def _request(share: Share) -> str:
 def _parse_meeting(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise RequestError(f"--rendezvous {text} is no address.", f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.")
+        raise RequestError(f"--rendezvous {text} isn't an address.", f"Write HOST:PORT, as in node1:{RENDEZVOUS_PORT}.")
     return host, int(port)
