@@ -311,6 +311,8 @@ def main() -> None:
         for expandable in (False, True):
             only = options.only if not expandable else [name for name in options.only if name in ("cap8", "long")]
             setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
+            if GPU:  # transformers' Trainer refuses more in one process
+                setting["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
             command = [sys.executable, "-m", "benchmarks.gpu_oom", "--here", way, "--only", *only]
             if not only:
                 continue

@@ -201,9 +201,10 @@ def compare(every: Sequence[dict[str, Way]], name: str) -> dict[str, Any]:
     """Each turn's ratio to DistributedDataParallel's turn beside it: median, middle half, of CPU time, by rounds."""
     pairs = [[own / its for own, its in zip(ways[name].wall, ways["ddp"].wall, strict=True)] for ways in every]
     used = [own / its for ways in every for own, its in zip(ways[name].cpu, ways["ddp"].cpu, strict=True)]
-    low, middle, high = statistics.quantiles([each for ratios in pairs for each in ratios], n=4)
+    every_turn = [each for ratios in pairs for each in ratios]
+    low, _, high = statistics.quantiles(every_turn * 2 if len(every_turn) < 2 else every_turn, n=4)
     rounds = [_median(ratios) for ratios in pairs]
-    return {"wall": round(middle, 4), "middle half": (low, high), "rounds": rounds, "cpu": _median(used)}
+    return {"wall": _median(every_turn), "middle half": (low, high), "rounds": rounds, "cpu": _median(used)}
 
 
 def _median(figures: Sequence[float]) -> float:
