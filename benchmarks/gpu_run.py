@@ -27,11 +27,11 @@ from benchmarks.gpu_bench import mps_daemon
 
 HERE = Path(__file__).parent
 SIZES = {
-    "gpu": {"WIDTH": "768", "LAYERS": "8", "LENGTH": "256", "ROWS": "32", "COUNT": "220"},
+    "gpu": {"WIDTH": "768", "LAYERS": "8", "LENGTH": "128", "ROWS": "32", "COUNT": "105"},
     "cpu": {"WIDTH": "128", "LAYERS": "2", "LENGTH": "64", "ROWS": "8", "COUNT": "120"},
 }
 PLAN = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
-PROGRAMS = ("loop", "trainer", "accelerated")
+CASES = "loop:60,loop:100,trainer:60,accelerated:60"
 FIRST, WINDOW, SECONDS = 60, 40, 100
 
 
@@ -41,18 +41,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
     parser.add_argument("--seconds", type=float, default=190.0)
-    parser.add_argument("--percent", default="60")
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--cases", default=CASES, help="programs, and the percentage of the second device")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    first, *others = options.programs.split(",")
     with bench.limits() as variables:
-        for name, percent in (
-            (first, options.percent),
-            (first, "100"),
-            *((other, options.percent) for other in others),
-        ):
+        for case in options.cases.split(","):
+            name, percent = case.split(":")
             bench.measure(name, percent, variables)
 
 

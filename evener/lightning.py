@@ -8,6 +8,7 @@ as many on all ranks, because they meet in every pass where they log.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,11 +26,11 @@ from .torch_split.retry import Passes
 from .torch_split.wrapped import check_normalization
 
 try:
-    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-    from lightning.pytorch.strategies import DDPStrategy
-
     from .lightning_figures import PassFigures
-    from .lightning_loss import check_module_loss, check_module_part
+    from .lightning_loss import LIGHTNING, check_module_loss, check_module_part
+
+    DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
+    _DataLoaderIterDataFetcher = import_module(f"{LIGHTNING}.loops.fetchers")._DataLoaderIterDataFetcher
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'

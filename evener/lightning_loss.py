@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from .errors import RequestError
 from .torch_split.batch import Part
 from .torch_split.checks import check_part_loss, check_rows
 from .torch_split.weights import BatchWeights, WholeBatchLoss
+
+# the same code under two names; a program that has loaded pytorch_lightning alone trains by that
+LIGHTNING = (
+    "pytorch_lightning"
+    if {"pytorch_lightning", "lightning.pytorch"} & {*sys.modules} == {"pytorch_lightning"}
+    else "lightning.pytorch"
+)
+DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_loss(strategy: Any, loader: Any, count: Callable[[Part], Any] | None) -> bool:

@@ -193,6 +193,16 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned.timer.begin(ranks[0] if len(set(ranks)) == 1 else ())
         return batches, items
 
+    def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
+        """The items that losses of these batches are means over; transformers before 4.56 counts as it fetches."""
+        calls = self._gathering.calls  # transformers 4 gathers here even where one process counts
+        if hasattr(Trainer, "_get_num_items_in_batch"):
+            items = super()._get_num_items_in_batch(batches, device)
+        else:
+            items = super().get_batch_samples(iter(batches), len(batches), device)[1]
+        self._gathering.calls = calls
+        return items
+
     def _weigh(self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device) -> Any:
         """Note the weight of each pass in its global batch; returns the items of the step, over all ranks."""
         rows = [own for step in sizes for own in step]
@@ -245,7 +255,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         now = self._passes.popleft()
         train = partial(self._train_part, model, num_items_in_batch)
         result = self._survival.compute(model, inputs, now, self._loss_found, train)
-        if now.rows and self.args.include_num_input_tokens_seen != "no":
+        if now.rows and self.args.include_num_input_tokens_seen not in ("no", False):
             self._tokens += count_tokens(self, inputs)
         while self._logged:
             super().log(*self._logged.pop(0))
@@ -295,7 +305,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their passes."""
-        if self.args.include_num_input_tokens_seen != "no" and not self._passes:
+        if self.args.include_num_input_tokens_seen not in ("no", False) and not self._passes:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0

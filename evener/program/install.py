@@ -18,6 +18,7 @@ _HOOKS = {  # module of the program's -> function of ours that is called with it
     "torch.distributed.launcher.api": "launchers:hook_torchrun",
     "transformers.trainer": "trainers:hook_trainers",
     "lightning.pytorch.loops.fit_loop": "strategies:hook_fit",
+    "pytorch_lightning.loops.fit_loop": "strategies:hook_fit",
 }
 
 

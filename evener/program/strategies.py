@@ -6,12 +6,11 @@ import copy
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from wrapt import wrap_function_wrapper
 
 from ..errors import EvenerError, RequestError
-from ..lightning import PlanStrategy, ShareLoader
+from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
 from ..torch_split.loss_measure import kept_state

@@ -234,10 +234,21 @@ def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArg
         options["ddp_backend"] = "gloo"
     if program.sharded:
         options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-    made = TrainingArguments(folder, **{**options, **program.arguments, **changes})
+    made = TrainingArguments(folder, **_of_this_version({**options, **program.arguments, **changes}))
     if program.sharded and on_cpu and made.device:  # accelerate shards on GPUs only: it takes these CPUs for some
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
+
+
+def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names that transformers 4 has for them."""
+    if hasattr(TrainingArguments, "train_sampling_strategy"):
+        return options
+    given = dict(options)
+    strategy, fsdp = given.pop("train_sampling_strategy", ""), given.pop("fsdp", None)
+    counts = given.pop("include_num_input_tokens_seen") != "no"
+    given |= {"group_by_length": strategy == "group_by_length", "include_num_input_tokens_seen": counts}
+    return given | ({"fsdp": "full_shard"} if fsdp else {})
 
 
 def describe(trainer: Any, output: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from evener.errors import RequestError
+from evener.plan.file import load_plan
 from evener.system.state_folders import runs_folder
-from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, read_command
+from evener.training.launched import PROGRAM_COMMAND
+from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
 from tests.support.cores import two_cores
 from tests.support.frameworks import LazyModule
 
@@ -167,6 +170,40 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
         assert read_command(words).identity == str(script)
     assert read_command(["-m", "json.tool", "-h"]).identity == "-m json.tool"
     assert read_command(["true"]).name == "true"
+
+
+@pytest.mark.slow
+def test_the_trainer_of_a_program_is_what_it_would_train(tmp_path: Path) -> None:
+    """As --balance measures it: the program makes it, and ends where it would train."""
+    pytest.importorskip("transformers")
+    made = (
+        "from evener.program.captured import build; made = build(); print(type(made).__name__, made.state.global_step)"
+    )
+    environment = {**os.environ, PROGRAM_COMMAND: json.dumps([TRAINER, f"{tmp_path}/"]), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", made], env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.stdout.split() == ["Trainer", "0"], ended.stderr
+    assert not (tmp_path / "0.pt").exists()
+
+
+@two_cores
+def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+    plan, script = UNEVEN, tmp_path / "train.py"
+
+    def start(words: list[str], **_: Any) -> Any:
+        started.append(words)
+        Path(words[words.index("--export") + 1]).write_text(plan)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    for text, entry in (("def build(): ...", f"{script}:build"), ("", "evener.program.captured:build")):
+        script.write_text(text)
+        measured = measure_plan(read_command([str(script), "-x"]), "cpu/2", tmp_path / "plan.toml")
+        assert measured is not None
+        assert load_plan(measured).layout.batches == (3, 1)
+        assert entry in started[-1]
+    plan = UNEVEN.partition('[[layout.share]]\ndevice = "cpu-1')[0]
+    assert measure_plan(read_command([str(script)]), "cpu/2", tmp_path / "plan.toml") is None
 
 
 @two_cores

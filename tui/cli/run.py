@@ -12,9 +12,10 @@ import msgspec
 import typer
 
 from evener.balancer.number_format import duration
+from evener.errors import RequestError
 from evener.program.notes import ProgramSettings
 
-from ..launch.program import choose_plan, read_command, read_notes, save_plan, set_environment, summarize
+from ..launch.program import choose_plan, measure_plan, read_command, read_notes, save_plan, set_environment, summarize
 from .options import DevicesOption
 
 app = typer.Typer()
@@ -30,6 +31,9 @@ def run(
         Path | None,
         typer.Option("--plan", help="Keep the shares of this plan. Default: they follow the devices' speed."),
     ] = None,
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Measure a plan first, by the program's build() or transformers.Trainer.")
+    ] = False,
     strict: Annotated[
         bool,
         typer.Option("--strict", help="End the program if it can't be balanced. Default: it trains with even shares."),
@@ -53,9 +57,13 @@ def run(
     from ..launch.restarts import run_job, say
 
     read = read_command(command or [])
-    chosen, given = choose_plan(plan, devices, read.identity)
+    if balance and plan is not None:
+        raise RequestError("--balance measures a plan, and --plan gives one.", "Give one of them.")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evener-run-") as folder:
+        if balance:
+            plan = measure_plan(read, devices, Path(folder, "measured.toml"))
+        chosen, given = choose_plan(plan, devices, read.identity)
         path = Path(folder, "plan.toml")
         chosen.save(path)
         notes = Path(folder, "notes")
@@ -70,7 +78,7 @@ def run(
             say(f"{read.name} has ended, after {duration(time.monotonic() - began)}")
         for line in summarize(chosen, left):
             say(line)
-        saved = None if code or given else save_plan(chosen, read, left)
+        saved = None if code or (given and not balance) else save_plan(chosen, read, left)
     if saved is not None:
         say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")
     return code

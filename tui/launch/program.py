@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +24,7 @@ from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
 from evener.program.notes import ProgramSettings, RankNote
 from evener.system.state_folders import runs_folder
-from evener.training.launched import PROGRAM
+from evener.training.launched import PROGRAM, PROGRAM_COMMAND
 
 from ..text.tables import Table
 
@@ -111,6 +114,39 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
     templates = tuple(Share(device.id, device.index, device.name, 0, 0.0) for device in found)
     even = make_plan(identity, templates, (1,) * len(found))
     return find_last_plan(even) or even, False
+
+
+def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | None:
+    """Measure a plan into a file, by the program's build() or its trainer; RequestError where that gives none.
+
+    None for a plan that leaves a device out: the program's global batch is that of all of them.
+    """
+    python = command.executable if Path(command.executable).name.startswith("python") else sys.executable
+    words = _skip_options(command.words) if python == command.executable else [command.executable, *command.words]
+    entry = f"{words[0]}:build" if words and _has_build(Path(words[0])) else "evener.program.captured:build"
+    environment = {
+        **os.environ,
+        PROGRAM_COMMAND: json.dumps(words),
+        "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
+    }
+    options = ("--framework", "torch", "--workload", entry, "--devices", devices, "--export", str(path))
+    code = subprocess.run([python, "-m", "evener", "balance", *options], env=environment, check=False).returncode
+    if code or not path.exists():
+        raise RequestError(
+            f"No plan was measured for {command.name}.", "Correct what is said above, or omit --balance."
+        )
+    if len(load_plan(path).layout.active) == len(discover(devices).devices):
+        return path
+    print("evener: this plan leaves a device out, and the program is asked for all: shares start even", file=sys.stderr)
+    return None
+
+
+def _has_build(path: Path) -> bool:
+    """True for a script with a function build()."""
+    with suppress(OSError, ValueError, SyntaxError):
+        body = ast.parse(path.read_text()).body
+        return path.suffix == ".py" and any(isinstance(each, ast.FunctionDef) and each.name == "build" for each in body)
+    return False
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
