@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from docs.animation import animate
 from docs.chart import draw_results, read_results
 
 REPO = Path(__file__).resolve().parents[2]
@@ -37,3 +39,18 @@ def test_its_first_example_has_a_fixed_global_batch() -> None:
     first = re.search(r"evener balance[^\n`]*", README)
     assert first is not None
     assert "--global-batch" in first[0]
+
+
+def test_a_moving_picture_draws_what_stays_once() -> None:
+    """Two frames that differ in one row: two groups take turns, and a reader without animations sees the second."""
+    frame = (REPO / "docs" / "pictures" / "monitor.svg").read_text()
+    clock = re.search(r"\d\d:\d\d:\d\d", frame)
+    assert clock is not None
+    moving = animate([frame, frame.replace(clock[0], "23:59:59")], [1, 2], "font-family: monospace")
+    drawing = ET.fromstring(moving)
+    groups = [each for each in drawing.iter() if each.tag.endswith("}g") and "class" in each.attrib]
+    assert len(groups) == 2
+    assert [clock[0] in "".join(group.itertext()) for group in groups] == [True, False]
+    assert ".f0{visibility:hidden;" in moving
+    assert ".f1{visibility:visible;" in moving
+    assert "33.333%{visibility:hidden}" in moving
