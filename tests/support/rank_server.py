@@ -32,6 +32,7 @@ class RankServer:
 
     def __init__(self, module: str) -> None:
         self._module = module
+        self._asked = 0  # requests so far
 
     def __enter__(self) -> RankServer:
         own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
@@ -54,11 +55,14 @@ class RankServer:
         AssertionError if one fails, or takes more seconds.
         """
         folder.mkdir(exist_ok=True)
+        self._asked += 1
         request = {"function": function, "folder": str(folder), "arguments": arguments, "seconds": seconds}
         own = [{"EVENER_LIVE_DIR": str(folder / "live"), **rank} for rank in ranks]
-        self._process.stdin.write(json.dumps({**request, "environments": own}) + "\n")
+        self._process.stdin.write(json.dumps({**request, "environments": own, "number": self._asked}) + "\n")
         self._process.stdin.flush()
-        failed = json.loads(self._process.stdout.readline())
+        number, failed = 0, [0]
+        while number != self._asked:  # earlier ones are for tests that were ended while they waited
+            number, failed = json.loads(self._process.stdout.readline())
         assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
 
 
@@ -79,7 +83,7 @@ def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) ->
 
 
 def serve(module: str) -> None:
-    """Fork the ranks of each request, and answer which of them failed; until nobody can ask any more."""
+    """Fork the ranks of each request, and answer with its number and who failed, until nobody can ask any more."""
     if os.fork():
         os._exit(0)
     import_module(module)
@@ -89,7 +93,7 @@ def serve(module: str) -> None:
         called = find_function(request["function"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
         ranks = {fork_rank(called, request, rank): rank for rank in range(len(request["environments"]))}
-        print(json.dumps(wait_for(ranks)), file=answers, flush=True)
+        print(json.dumps([request["number"], wait_for(ranks)]), file=answers, flush=True)
     os._exit(0)  # taking all modules down takes seconds
 
 
