@@ -64,13 +64,13 @@ class SlowRows(keras.layers.Layer):
 
 
 def forced(split: Split, make: Make, x: Any, y: Any) -> dict[str, Any]:
-    """Fifteen epochs, changed after every fifth step, with short batches and passes, against one device."""
+    """Six epochs, changed after every fifth step, with short batches and passes, against one device."""
 
     def fit(model: Any) -> Any:
         if hooks := getattr(model.fit, "hooks", None):
             change_back(split)
             hooks.engine.rebalancing._rule = Scripted()
-        return model.fit(x, y, batch_size=24, epochs=15, shuffle=False, verbose=0).history
+        return model.fit(x, y, batch_size=24, epochs=6, shuffle=False, verbose=0).history
 
     found = train_twice(split, make, fit)
     return found | {"shares": split.shares}

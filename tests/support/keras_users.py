@@ -256,11 +256,12 @@ def fit_vectors(model: Model) -> list[float]:
 
 
 def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
-    """Training on batches of another size, which the split makes whole again."""
+    """The same, and then on batches of another size, which the split makes whole again."""
 
     def run(model: Model) -> list[float]:
+        figures = fit_samples(model)
         data = split.data(samples().batch(10)) if is_split(model) else samples().batch(BATCH)
-        return list(model.fit(data, epochs=2, verbose=0).history["loss"])
+        return [*figures, *model.fit(data, epochs=2, verbose=0).history["loss"]]
 
     return run
 
@@ -285,26 +286,27 @@ def towers() -> dict[str, Any]:
     noise = [noisy.predict(X[:8], verbose=0) for _ in range(2)]
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
+    plain = split.build(network)
     return {
-        "single samples": train_twice(split, network, fit_samples),
+        "single samples, rebatched, instance": train_twice(split, network, fit_other_batches(split), instance=True),
         "single vectors": train_twice(split, vectors, fit_vectors),
-        "rebatched instance": train_twice(split, network, fit_other_batches(split), instance=True),
         "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10))],
         "rows": [batch_rows(data.batch(20).prefetch(1)), batch_rows(data.batch(20, drop_remainder=True))],
         "eager": train_twice(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
         "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
-        "documented": documented(split),
+        "documented": documented(split, plain),
         "own loss": train_twice(split, lambda: network(base=OwnLoss), by_batch),
-        "own test": train_twice(split, lambda: network(base=OwnSteps, metrics=None), own_test),
-        "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
+        "own test, own predict": train_twice(
+            split, lambda: network(base=OwnSteps, metrics=None), lambda model: [own_test(model), predict(model)]
+        ),
         "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "watched": train_twice(split, lambda: network(Watched()), watched),
         "without training": train_twice(split, without_training, fit(x=Batches(), y=None)),
         "frozen": train_twice(split, frozen, by_batch),
         "sparse": train_twice(split, sparse, sparse_batches),
         "fresh noise": float(np.abs(noise[0] - noise[1]).max()),
-        "reported": reported(split),
+        "reported": reported(split, plain),
         "named": Split(
             devices=[*(device.name for device in tf.config.list_logical_devices("CPU")[:2]), "cpu:2"]
         ).devices,
@@ -328,16 +330,16 @@ def towers() -> dict[str, Any]:
     }
 
 
-def reports(split: Split, x: Any, y: Any = None, **words: Any) -> tuple[list[dict[str, Any]], Any]:
+def reports(split: Split, model: Model, x: Any, y: Any = None, **words: Any) -> tuple[list[dict[str, Any]], Any]:
     """What is reported of each step of two shuffled epochs, and what fit itself says of them."""
     callback, calls = Report(split), []
     callback._reporter = Mock(report=lambda samples, **labels: calls.append({"samples": samples, **labels}))
-    return calls, split.build(network).fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words).history
+    return calls, model.fit(x, y, epochs=2, verbose=0, callbacks=[callback], **words).history
 
 
-def reported(split: Split) -> dict[str, Any]:
+def reported(split: Split, model: Model) -> dict[str, Any]:
     """What is reported where fit is given another batch size, and of whole and short batches."""
-    arrays, dataset = reports(split, X, Y, batch_size=16)[0], reports(split, samples())[0]
+    arrays, dataset = reports(split, model, X, Y, batch_size=16)[0], reports(split, model, samples())[0]
     return {
         "devices": arrays[0]["devices"],
         "samples": [call["samples"] for call in arrays],
@@ -370,9 +372,8 @@ def copies(split: Split) -> dict[str, list[str]]:
         }
 
 
-def documented(split: Split) -> list[str]:
+def documented(split: Split, model: Model) -> list[str]:
     """What is warned of where fit is called as README and docs do."""
-    model = split.build(network)
     return warned(lambda: (model.fit(X, Y, verbose=0), model.fit(split.data(X, Y, shuffle=True), verbose=0)))
 
 
@@ -406,19 +407,23 @@ def group() -> dict[str, Any]:
     """One process of two."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
-    calls, history = reports(split, X, Y)
+    calls, history = reports(split, split.build(network), X, Y)
     another = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     return {
         "rank": split.required_group.rank,
         "one group": another.required_group is split.required_group,
         "reported": [call["samples"] for call in calls],
         "shuffled": history,
-        "single samples": train_twice(split, network, fit_samples),
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
         "added": train_twice(split, added, fit(y=None, batch_size=BATCH)),
         "assigned": assigned,
         "sparse": train_twice(split, sparse, sparse_batches),
-        "validated": train_twice(split, network, fit(batch_size=BATCH, validation_data=Batches()), instance=True),
+        "validated, single samples, instance": train_twice(
+            split,
+            network,
+            lambda model: [*fit(batch_size=BATCH, validation_data=Batches())(model), *fit_samples(model)],
+            instance=True,
+        ),
         "refusals": {
             "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),
             "single": refused(split, single, fit_two_outputs),
