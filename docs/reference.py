@@ -156,18 +156,25 @@ def _object(named: Any) -> Iterator[str]:
     found = named.final_target if named.is_alias else named
     yield from ("", f"### {found.name}", "")
     if found.is_function:
-        yield from ("```python", found.signature(), "```", "")
+        yield from _code(found.signature())
     if found.is_class and "__init__" in found.members:
-        signature = found.members["__init__"].signature().replace("__init__", found.name, 1)
-        yield from ("```python", signature.removesuffix(" -> None"), "```", "")
+        yield from _code(found.members["__init__"].signature().replace("__init__", found.name, 1))
     yield from _docstring(found)
     if found.is_class:
-        members = {
-            name: each for name, each in found.all_members.items() if not name.startswith("_") and each.docstring
-        }
-        for name, member in members.items():
-            signature = member.signature() if member.is_function else f"{name}: {member.annotation}"
-            yield from ("", f"#### {found.name}.{name}", "", "```python", signature, "```", "", *_docstring(member))
+        for name, member in found.all_members.items():
+            if not name.startswith("_") and member.docstring:
+                yield from ("", f"#### {found.name}.{name}", "")
+                yield from _code(member.signature() if member.is_function else f"{name}: {member.annotation}")
+                yield from _docstring(member)
+
+
+def _code(signature: str) -> Iterator[str]:
+    """A block with a signature, a parameter on each line if it is long."""
+    text = signature.removesuffix(" -> None")
+    if len(text) > 90 and (found := re.fullmatch(r"([\w.]+)\((.*)\)( -> .*)?", text)):
+        parameters = "".join(f"    {each},\n" for each in re.split(r", (?=[*\w]+(?:: |,|$| =))", found[2]))
+        text = f"{found[1]}(\n{parameters}){found[3] or ''}"
+    yield from ("```python", text, "```", "")
 
 
 def _docstring(found: Any) -> Iterator[str]:

@@ -23,16 +23,18 @@ FEATURES = {  # words in the names of tests and of their cases
     "shares that change": r"rebalanc|shares_change|changes? to the same shares",
     "rows of unequal length": r"lengths?\b|by cost|tokens by|dealt",
     "resumed, restarted": r"resum|goes_on|go_on|checkpoint|killed|restored|BackupAndRestore",
-    "losses and loops that are refused": r"refused|guard|no_mean|loss_kinds",
+    "losses and loops that are refused": r"refused|guard|no_mean|loss_kinds|loss_check",
     "noise scale": r"noise_scale|test_torch_noise",
     "gradient accumulation": r"accumulat|no_sync",
     "FSDP2": r"FSDP2",
+    "a state that is divided by memory": r"shard",
     "mixed precision": r"bf16|half_precision|every_precision|loss_scal|overflow",
     "evaluation and prediction": r"evaluat|predict|validation",
-    "without a changed line": r"run_programs|trained_by_shares",
+    "without changing a line": r"run_programs|trained_by_shares",
     "times of own work and waiting": r"own_work|waits|held_up",
 }
 TWO_GPUS = re.compile(r"gpu_ranks|/dev/nvidia1")
+PLACES = ("CPU", "one GPU", "two")
 
 
 class Tested(NamedTuple):
@@ -41,7 +43,7 @@ class Tested(NamedTuple):
     file: str
     name: str
     words: str
-    on_two_gpus: bool
+    place: str  # one of PLACES
 
 
 def find_tests() -> Iterator[Tested]:
@@ -64,7 +66,9 @@ def find_tests() -> Iterator[Tested]:
                 named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
                 cases = [*_strings(node), *(constants[name] for name in sorted(named & constants.keys()))]
                 takes = " ".join(argument.arg for argument in node.args.args)
-                yield Tested(path.stem, node.name, " ".join(cases), everywhere or bool(TWO_GPUS.search(takes)))
+                two = everywhere or bool(TWO_GPUS.search(takes))
+                place = "two" if two else "one GPU" if "cuda.is_available" in ast.unparse(node) else "CPU"
+                yield Tested(path.stem, node.name, " ".join(cases), place)
 
 
 def _strings(node: ast.AST) -> Iterator[str]:
@@ -80,10 +84,10 @@ def tested_page() -> str:
     lines = [
         "# What is tested where",
         "",
-        "Made from the names of the tests and of their cases. A cell has the number of test functions that train on"
-        " slices of the CPU, over gloo or gRPC, in every run of the suite. **Behind the +** are those that need two"
-        " GPUs and NCCL; [On real GPUs](../benchmarks/gpu.md) says when they ran. A function may have many cases, and"
-        " count in several rows.",
+        "Made from the names of the tests and of their cases. A cell has the number of test functions: **on slices of the"
+        " CPU, over gloo or gRPC, in every run of the suite / on one GPU / on two, over NCCL**."
+        " [On real GPUs](../benchmarks/gpu.md) says when those for GPUs ran. A function may have many cases, and count in"
+        " several rows.",
         "",
         f"| | {' | '.join(FRAMEWORKS)} |",
         "| --- |" + " ---: |" * len(FRAMEWORKS),
@@ -96,8 +100,8 @@ def tested_page() -> str:
                 for each in tests
                 if each.file.startswith(prefixes) and re.search(words, f"{each.file} {each.name} {each.words}")
             ]
-            gpus = sum(each.on_two_gpus for each in found)
-            cells.append((f"{len(found) - gpus}" + (f" **+ {gpus}**" if gpus else "")) if found else "–")
+            counts = [sum(each.place == place for each in found) for place in PLACES]
+            cells.append(" / ".join(str(count or "–") for count in counts) if found else "–")
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_searches()]) + "\n"
 

@@ -4,7 +4,9 @@ from evener.torch_split import Split
 
 split = Split("plan.toml")
 loader = split.loader(dataset, seed=0)
-model = split.wrap(model)                # gradients are weighted and summed; the loop stays as it was
+model = split.wrap(model)            # gradients are weighted and summed; the loop stays as it was
+
+docs/training_torch.md has loops, what is exact, and what is refused.
 """
 
 from __future__ import annotations
