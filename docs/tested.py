@@ -84,10 +84,10 @@ def tested_page() -> str:
     lines = [
         "# What is tested where",
         "",
-        "Made from the names of the tests and of their cases. A cell has the number of test functions: **on slices of the"
-        " CPU, over gloo or gRPC, in every run of the suite / on one GPU / on two, over NCCL**."
-        " [On real GPUs](../benchmarks/gpu.md) says when those for GPUs ran. A function may have many cases, and count in"
-        " several rows.",
+        "Made from the names of the tests and of their cases. A cell has the number of test functions: **on slices of"
+        " the CPU, over gloo or gRPC, in every run of the suite / on one GPU / on two, over NCCL**."
+        " [On real GPUs](../benchmarks/gpu.md) says when those for GPUs ran. A function may have many cases, and count"
+        " in several rows.",
         "",
         f"| | {' | '.join(FRAMEWORKS)} |",
         "| --- |" + " ---: |" * len(FRAMEWORKS),
