@@ -18,6 +18,7 @@ from ..errors import RequestError
 from ..learning.noise_scale import NoiseScale, NoiseWindow, describe, separate
 from .collectives import Bucket, note_own
 
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
 EVERY = 8  # steps, of which one is looked at: two norms in each step would cost about 1 % of it
 
 
@@ -59,7 +60,7 @@ class NoiseSampler:
     def add_own(self, bucket: Bucket) -> None:
         """Take the norm of this rank's weighted gradients as they are sent."""
         if self._is_sampled():
-            self._own.append(_squared(bucket.gradients))
+            self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
         """Sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent; n_i / N * g_i is what rank i has sent."""
@@ -67,7 +68,7 @@ class NoiseSampler:
             return
         sizes = self._rows()
         rows = sizes[dist.get_rank(group)]
-        own = torch.stack([each.to(self._own[0].device) for each in self._own]).sum().reshape(1)
+        own = _add_squares(self._own)
         own = own * (sum(sizes) ** 2 / rows) if rows else torch.zeros_like(own)
         note_own()
         self._sum = dist.all_reduce(own, group=group, async_op=True), own
@@ -77,9 +78,9 @@ class NoiseSampler:
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
-            whole = [_squared(bucket.gradients).to(weighted.device) for bucket in buckets]
+            whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
             self._batch = sum(self._rows())
-            self._sample = _Pending(self._rows(), torch.cat([weighted, torch.stack(whole).sum().reshape(1)]))
+            self._sample = _Pending(self._rows(), torch.cat([weighted, whole.to(weighted.device)]))
         else:
             self._sample = None  # another sum of the same batch: neither has its whole gradient
         self._own, self._sum, self._begun, self._noted = [], None, [], []
@@ -133,11 +134,18 @@ class _Pending:
         return separate(self._sizes, *self._figures.tolist())
 
 
-def _squared(gradients: torch.Tensor) -> torch.Tensor:
-    """The squared norm, summed up in float32 at least, as a number of the device."""
-    kind = torch.promote_types(gradients.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(gradients, dtype=kind)
-    return norm.to(torch.float32 if norm.device.type == "mps" else torch.float64).square()
+def _norm(gradients: torch.Tensor) -> torch.Tensor:
+    """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the host."""
+    return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
+
+
+def _add_squares(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the norms' squares, of one element, on the first one's device."""
+    device = norms[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    if len({(each.device, each.dtype) for each in norms}) > 1:
+        norms = [each.to(device, wide) for each in norms]
+    return torch.stack(norms).to(wide).square().sum(0, keepdim=True)
 
 
 def make_noise(wanted: bool, world: int) -> NoiseSampler | None:
