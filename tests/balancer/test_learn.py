@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evener.balancer.intake import take_in
@@ -37,12 +38,8 @@ def test_a_child_trains_at_the_own_batch_and_measures(own_folder: Path, capfd: p
     assert learned.noise_scale is not None
     assert 15 < learned.noise_scale.rows < 40
     with pytest.raises(NoLayoutError, match="--learn: the training failed"):
-        learn(take_in(Request(**{**_fields(asked), "settings": {"data": False}})), 3.0)
+        learn(take_in(msgspec.structs.replace(asked, settings={"data": False})), 3.0)
     assert "say nothing about learning" in capfd.readouterr().err
-
-
-def _fields(request: Request) -> dict[str, object]:
-    return {name: getattr(request, name) for name in request.__struct_fields__}
 
 
 def test_what_cannot_learn_is_refused_before_anything_starts() -> None:
