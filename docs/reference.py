@@ -143,8 +143,10 @@ def python_page() -> str:
     import griffe
 
     lines = ["# Python", "", "What a training script imports. All else is evener's own and may change."]
+    loader = griffe.GriffeLoader(search_paths=[str(REPO)], allow_inspection=False)
+    loader.load("evener")
     for module in MODULES:
-        loaded = griffe.load(module, search_paths=[str(REPO)], resolve_aliases=True)
+        loaded = loader.modules_collection[module]
         lines += ["", f"## {module}", "", *_docstring(loaded)]
         for name in map(str, loaded.exports or FUNCTIONS.get(module, ())):
             if not name.startswith("__") and name in loaded.members:

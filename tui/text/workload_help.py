@@ -12,15 +12,15 @@ build() and trains what it returns; evener's own process only parses it. So keep
 `if __name__ == "__main__":`.
 
   build()           Keras: returns a compiled model.
-                    PyTorch: returns (module, optimizer, loss), and the data set as a fourth if you like.
+                    PyTorch: returns (module, optimizer, loss) and, if you like, the data set.
                     --set name=value gives it parameters.
   training_data()   Beside build(): returns what your training uses. Keras: (x, y) arrays, or a tf.data pipeline of
                     single samples. PyTorch: a data set.
   lengths(dataset)  Beside them, or as `lengths` of the data set, where rows are of unequal length (PyTorch): the tokens
-                    of each row. Shares are then of what rows cost, and layouts are compared by tokens/s.
-  sample_batch(n)   Instead of training_data(): returns (x, y) of n rows. Keras makes rows up if there is neither.
+                    of each row. Layouts are then compared by tokens/s.
+  sample_batch(n)   Instead of training_data(): returns (x, y) of n rows. Without either, Keras gets made-up rows.
 
-The framework is the one that the file imports; --framework tensorflow or torch says it where that isn't clear."""
+The framework is the one that the file imports; --framework tensorflow or torch names it where that isn't clear."""
 
 KERAS_EXAMPLE = """\
 import keras
