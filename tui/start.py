@@ -30,8 +30,9 @@ CRASH_EXIT_CODE = 70
 LIBRARIES = ("textual", "textual_plotext")  # of the extra `app`
 
 
-def require_app() -> None:
-    """RequestError with the line that installs the app, where its libraries are missing."""
+def prepare_app() -> None:
+    """Prepare the import of the app; RequestError with the line that installs it, where its libraries are missing."""
+    gc.disable()  # the app collects once it has been drawn: what a start makes stays, and looking through it is slow
     if any(find_spec(name) is None for name in LIBRARIES):
         raise RequestError(
             "The app isn't installed.", "Install it: pip install 'evener[app]'. Every other command works without it."
@@ -52,24 +53,22 @@ def run_app(
     `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
     address, no app) are raised before the terminal is touched.
     """
-    require_app()
+    prepare_app()
     publisher, trainable = open_publisher(devices, replay, ray_address)
     publisher.start()
     from .app import EvenerApp
 
     app = EvenerApp(publisher, devices=devices, trainable=trainable, theme=theme or "dark", **options)
-    with serving(publisher.latest) if serving else contextlib.nullcontext():
-        return draw_app(app)
+    return draw_app(app, serving(publisher.latest) if serving else contextlib.nullcontext())
 
 
-def draw_app(app: EvenerApp) -> int:
-    """Run an app on this terminal and return the exit code."""
-    gc.disable()  # it collects once it has been drawn: what a start makes stays, and looking through it is slow
+def draw_app(app: EvenerApp, around: AbstractContextManager[object] = contextlib.nullcontext()) -> int:  # noqa: B008
+    """Run an app on this terminal, within `around`, and return the exit code."""
     app.publisher.start()
     app.snapshot = app.publisher.latest()
     with watching_terminal(app.hang_up, app.close_threads):
         try:
-            with _drawing_on_the_terminal():
+            with around, _drawing_on_the_terminal():
                 result = app.run()
         finally:
             app.close_threads()

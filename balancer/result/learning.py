@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from evener.learning.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
 
 from ..request import Request
-from ..search.search import Search
 from ..types import Finding, Result, Said
+
+if TYPE_CHECKING:
+    from ..search.search import Search  # which the app's first frame does without
 
 SENTENCES = {
     "learning.unknown": "A larger batch takes more samples to the same loss, and how many isn't known: evener run"

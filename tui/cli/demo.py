@@ -30,9 +30,9 @@ def demo(
         if as_text or not draws_screens():
             _print_demo(ascii_only)
             return
-        from ..start import draw_app, require_app
+        from ..start import draw_app, prepare_app
 
-        require_app()
+        prepare_app()
         from ..demo import DemoApp
 
         code = draw_app(DemoApp(theme=theme or "dark", ascii=ascii_only))
