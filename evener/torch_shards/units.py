@@ -15,10 +15,17 @@ PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """The units of a model by name, none inside another: those of the classes or modules in `wanted`.
 
-    By default the blocks of its outermost ModuleLists, or else modules of up to an eighth of it.
+    By default the blocks of its outermost ModuleLists and layers beside them that are as large, such as embeddings; or
+    else modules of up to an eighth of it.
     """
     if wanted is None:
-        return dict(_blocks("", model)) or dict(_by_size("", model, _count(model) / PARTS))
+        blocks = dict(_blocks("", model))
+        least = min(map(_count, blocks.values()), default=0)
+        return (
+            {**blocks, **dict(_layers("", model, least))}
+            if blocks
+            else dict(_by_size("", model, _count(model) / PARTS))
+        )
     kinds = tuple(wanted) if isinstance(wanted, Sequence) else (wanted,)
     classes = tuple(each for each in kinds if isinstance(each, type))
     modules = {id(each) for each in kinds if isinstance(each, Module)}
@@ -45,6 +52,15 @@ def _blocks(name: str, module: Any) -> Iterator[tuple[str, Any]]:
             yield from _called(f"{name}{each}.", child)
         else:
             yield from _blocks(f"{name}{each}.", child)
+
+
+def _layers(name: str, module: Any, least: float) -> Iterator[tuple[str, Any]]:
+    """Layers of at least this size outside of lists of blocks."""
+    for each, child in module.named_children():
+        if not any(child.children()) and _count(child) >= least:
+            yield f"{name}{each}", child
+        elif not _repeats(child):
+            yield from _layers(f"{name}{each}.", child, least)
 
 
 def _repeats(module: Any) -> bool:
