@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from evener.torch_shards.checkpoint import INDEX
+from evener.torch_shards.units import choose_units
 from tests.support import torch_shard_programs as programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -125,6 +126,16 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
             held = [rank[name]["now"][kind] for rank in trained]
             assert [each / sum(held) for each in held] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.01)
         assert all(rank[name]["now"]["gathered"] == 0 for rank in trained)
+
+
+def test_blocks_and_what_is_as_large_are_units() -> None:
+    """By default; a tied layer is the model's own, as it is gathered with it."""
+    model = programs.make_model(programs.ShardCase())
+    assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2"]
+    model.head = torch.nn.Linear(programs.WIDTH, 100)
+    assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    layers = torch.nn.Sequential(*(torch.nn.Linear(programs.WIDTH, programs.WIDTH) for _ in range(9)))
+    assert list(choose_units(layers, None)) == [str(number) for number in range(9)]
 
 
 @pytest.mark.parametrize("refusal", programs.REFUSED)

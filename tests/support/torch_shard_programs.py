@@ -113,6 +113,7 @@ CASES = {
     "weighted by loss": ShardCase("momentum", by_loss=True, clip=0.1),
     "units by class": ShardCase("momentum", units="linear"),
     "units by size": ShardCase(units="size"),
+    "layers beside blocks": ShardCase(units="layers", clip=0.1),
 }
 
 
@@ -191,7 +192,7 @@ def make_split(case: ShardCase, shares: Sequence[int]) -> Split:
 
 def start(case: ShardCase, world: int) -> tuple[Split, Any]:
     split = make_split(case, SHARES[world])
-    units: Any = {"linear": torch.nn.Linear, "": None}.get(case.units)
+    units: Any = {"linear": torch.nn.Linear, "layers": (Block, torch.nn.Embedding, torch.nn.Linear)}.get(case.units)
     model = make_model(case)
     if case.units == "size":
         model.blocks = torch.nn.Sequential(*model.blocks)
