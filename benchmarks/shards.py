@@ -29,6 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_steps import GPU, WORDS, Decoder, start
 from evener.errors import DeviceError
+from evener.torch_shards.ledger import count_beside
+from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
 
 LENGTH = 256 if GPU else 16
@@ -125,16 +127,9 @@ def shards(split: Split, options: Any, rows: Sequence[int], parts: Sequence[floa
     return Way(model, split, rows, dtype)
 
 
-def expect(sharded: Any, part: float) -> float:
-    """Bytes that a rank should hold, by the sizes of units: its part of the state, and what is gathered at once.
-
-    The model's own parameters are whole, with their gradients; of units two, and the gradients of two.
-    """
-    flats = [[(flat.elements, flat.whole.element_size()) for flat in unit.flats] for unit in sharded.units]
-    sizes = sorted(sum(n * (size + 4) for n, size in unit) for unit in flats)[-2:]
-    own = sum(flat.elements * (flat.whole.element_size() + 4) for flat in sharded.root.flats)
-    total = sum(flat.elements for unit in [sharded.root, *sharded.units] for flat in unit.flats)
-    return part * total * STATE_BYTES + own + sum(sizes)
+def expect(model: Any, options: Any, dtype: Any) -> int:
+    """Bytes that a rank should hold at most beside its part of the state, before the model is sharded."""
+    return count_beside(model, choose_units(model, options.units), dtype)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:
@@ -147,19 +142,21 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
     width, layers = options.width, max(1, round(options.params / (12 * options.width**2)))
     with torch.device("meta"):
         model = Decoder(width, layers)
+    dtype = torch.bfloat16 if GPU else None
+    beside, count = expect(model, options, dtype), sum(each.numel() for each in model.parameters())
     parts = [1.0] * len(options.caps) if options.equal else [each - options.beside for each in options.caps]
     outcome: dict[str, Any] = {"rank": split.rank, "cap GiB": cap, "layers": layers}
     began = time.perf_counter()
     try:
-        model = split.shard(model, state=parts, dtype=torch.bfloat16 if GPU else None, units=options.units)
+        model = split.shard(model, state=parts, dtype=dtype, units=options.units)
         draw(model)
         way = Way(model, split, split.shares, None)
         outcome["losses"] = [way.step() for _ in range(3)]
         held = model.exchange.held
         outcome |= {
             "ledger GiB": round(held.peak / 2**30, 3),
-            "to expected": round(held.peak / expect(model.exchange, parts[split.rank] / sum(parts)), 4),
-            "state GiB of all": round(sum(each.shape.numel() for each in model.exchange.slots) * 16 / 2**30, 2),
+            "to expected": round(held.peak / (beside + parts[split.rank] / sum(parts) * count * STATE_BYTES), 4),
+            "state GiB of all": round(count * STATE_BYTES / 2**30, 2),
         }
     except (torch.OutOfMemoryError, DeviceError) as error:
         outcome["out of memory"] = str(error).partition("\n")[0][:160]
@@ -199,8 +196,7 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
 def try_layers(split: Split, layers: int, caps: list[float], equal: bool, options: Any) -> dict[str, Any] | None:
     """The figures of a model that fits, or None."""
     torch.manual_seed(0)
-    probe = split.shard(Decoder(options.width, layers), units=options.units)
-    beside = expect(probe.exchange, 0.0)
+    beside = expect(Decoder(options.width, layers), options, None)
     parts = [1.0, 1.0] if equal else [max(1.0, cap - beside) for cap in caps]
     way = shards(
         split, argparse.Namespace(width=options.width, layers=layers, units=options.units), (3, 1), parts, None
@@ -209,13 +205,13 @@ def try_layers(split: Split, layers: int, caps: list[float], equal: bool, option
         way.step()
     peak = torch.zeros(len(caps))
     peak[split.rank] = way.model.exchange.held.peak
-    expected = expect(way.model.exchange, parts[split.rank] / sum(parts))
     dist.all_reduce(peak)
     if any(own > cap for own, cap in zip(peak.tolist(), caps, strict=True)):
         return None
     state = STATE_BYTES * sum(slot.numel for slot in way.model.exchange.slots)
-    mine = way.model.exchange.held.peak
-    return {"layers": layers, "state": state, "beside": beside, "peaks": peak.tolist(), "to expected": mine / expected}
+    expected = [beside + part / sum(parts) * state for part in parts]
+    ratios = [round(own / its, 4) for own, its in zip(peak.tolist(), expected, strict=True)]
+    return {"layers": layers, "state": state, "beside": beside, "peaks": peak.tolist(), "to expected": ratios}
 
 
 def exact(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from .unit import find_parameters
+
+
+def count_beside(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
+    """The most bytes that a rank holds beside its part of the state and activations.
+
+    The model's own parameters, two units, and the gradients of all these before their sum.
+    """
+    sizes = []
+    for own in find_parameters(model, units).values():
+        tensors = [each.tensor for each in own]
+        whole = sum(each.numel() * (dtype or each.dtype).itemsize for each in tensors)
+        sizes.append(whole + sum(each.numel() * each.element_size() for each in tensors if each.requires_grad))
+    return int(sizes[0] + sum(sorted(sizes[1:])[-2:]))
 
 
 class Ledger:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import check_ratios
-from ..torch_split.collectives import is_equal_everywhere
+from ..torch_split.collectives import is_equal_everywhere, own_collectives
+from ..torch_split.ends import advise
 from ..torch_split.exchange import register
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.wrapped import (
@@ -19,9 +23,12 @@ from ..torch_split.wrapped import (
     model_digest,
 )
 from .flat import ShardPlace
+from .ledger import count_beside
 from .optimizers import look_after
 from .sharded import Sharded
 from .units import choose_units
+
+_MEET = "meet in each unit of a sharded model"
 
 
 def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[float] | None, dtype: Any) -> Any:
@@ -30,7 +37,9 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
     if training.world == 1:
         return training.wrap(model)
     _check(training, model)
-    place = ShardPlace(training.rank, _parts(training, state), training.device)
+    chosen = choose_units(model, units)
+    parts = _parts(training, state, lambda: count_beside(model, chosen, dtype))
+    place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
     for module in model.modules():
@@ -38,16 +47,16 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
             if buffer is not None:
                 module._buffers[name] = buffer.to(training.device)
     replaced = list(model.parameters())
-    sharded = Sharded(model, choose_units(model, units), place, dtype)
+    sharded = Sharded(model, chosen, place, dtype)
     look_after(sharded, replaced)
     register(sharded)
     model.exchange, model.require_backward_grad_sync = sharded, True
     model.register_state_dict_pre_hook(_refuse)
     model.register_load_state_dict_pre_hook(_refuse)
     training.weights.adopt(model, sharded, training.device)
-    training.passes.final = (
-        "ranks meet in each unit of a sharded model",
-        "Make a plan with smaller passes: evener balance --micro.",
+    training.passes.final = (f"ranks {_MEET}", "Make a plan with smaller passes: evener balance --micro.")
+    advise(
+        f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
     )
     training.timer.has_own_work = False
     return model
@@ -66,15 +75,27 @@ def _check(training: PlannedTraining, model: Any) -> None:
             raise RequestError(f"split.shard has no {name}: ranks meet in each unit.", f"Leave {name} out.")
 
 
-def _parts(training: PlannedTraining, state: Sequence[float] | None) -> tuple[float, ...]:
-    """The part of the state that each rank holds."""
-    parts = tuple(state) if state is not None else (1.0,) * training.world
+def _parts(training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]) -> tuple[float, ...]:
+    """The part of the state that each rank holds: as said, or what of its memory is left beside gathered units."""
+    parts = _by_memory(training, beside()) if state is None else tuple(state)
     check_ratios(parts)
     if len(parts) != training.world or not all(parts):
         raise RequestError(
             f"state= has {len(parts)} parts for {training.world} ranks.", "Give each rank a part above 0."
         )
     return parts
+
+
+def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
+    """The bytes of each GPU that are left to state; equal parts on CPUs, whose memory ranks share."""
+    own = 1.0
+    if training.device.type == "cuda":
+        allowed = torch.cuda.get_per_process_memory_fraction(training.device)
+        own = max(1.0, allowed * torch.cuda.mem_get_info(training.device)[1] - beside)
+    every = [torch.zeros(1, dtype=torch.float64, device=training.device) for _ in range(training.world)]
+    with own_collectives():
+        dist.all_gather(every, torch.tensor([own], dtype=torch.float64, device=training.device))
+    return tuple(map(float, every))
 
 
 def _refuse(*_: Any) -> None:

@@ -14,8 +14,18 @@ from ..training.retreat import say
 from .retry import is_out_of_memory
 
 ENDED, LOST = "evener/ended", "evener/lost"  # keys in the group's store: a rank's own error; it has lost the others
+_IN_LOOPS = (
+    "a pass that runs out of memory is computed again in smaller ones where the loop says"
+    " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
+)
+_advice = [_IN_LOOPS]  # what to do about out-of-memory
 WAIT_SECONDS = 3.0  # for what the other ranks have to say
 _SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
+
+
+def advise(sentence: str) -> None:
+    """What to say to an error of memory that ends this process."""
+    _advice[0] = sentence
 
 
 @cache
@@ -26,10 +36,7 @@ def explain_at_exit() -> None:
     def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         shown(kind, error, trace)
         if is_out_of_memory(error):
-            say(
-                "evener: a pass that runs out of memory is computed again in smaller ones where the loop says"
-                " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
-            )
+            say(f"evener: {_advice[0]}")
         if isinstance(error, Exception) and dist.is_initialized() and dist.get_world_size() > 1:
             _explain_ranks(error)
 

@@ -160,6 +160,11 @@ class PlannedTraining:
         """
         if self.world == 1 and not self.shares.in_passes:
             return None
+        if self.weights.equal_passes:
+            raise RequestError(
+                "Each rank checks the loss by itself, and ranks meet in each unit of a sharded model.",
+                "Leave split.check out.",
+            )
         with self.weights.checking():
             found = check_part_loss(loss, loader, count, self.weights.models, self.device)
         self.passes.checked = found is not None

@@ -138,6 +138,36 @@ def test_blocks_and_what_is_as_large_are_units() -> None:
     assert list(choose_units(layers, None)) == [str(number) for number in range(9)]
 
 
+def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
+    model, start = programs.make_model(programs.HALF).float(), programs.make_model(programs.HALF).float().state_dict()
+    update = programs.make_optimizer(programs.HALF, model)
+    inputs, labels = programs.data().tensors
+    for step, rows in zip(range(5), programs.batches(8), strict=False):
+        programs.objective(programs.HALF, model, inputs[rows], labels[rows]).backward()
+        programs.finish(programs.HALF, step, model, update)
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    moved = max(float((each - start[name]).abs().max()) for name, each in expected.items())
+    for rank in trained:
+        assert rank["half"]["types"] == ({torch.float32}, {torch.bfloat16})
+    for name, each in expected.items():
+        torch.testing.assert_close(trained[0]["half"]["weights"][name], each, rtol=0, atol=0.1 * moved)
+
+
+def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
+    """Its part of parameters, gradients and momentum, and what is gathered at most."""
+    size = 4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
+    for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
+        half = rank["half"]
+        assert half["peak"] == pytest.approx(half["beside"] + part * size, rel=0.03)
+
+
+def test_out_of_memory_in_a_unit_is_said_on_all_ranks(trainer_ranks: Callable[..., list[Any]]) -> None:
+    other, own = trainer_ranks("tests.support.torch_shard_programs.leave", world=2)
+    assert "ranks meet in each unit of a sharded model" in own
+    assert "rank 1 ended" in other
+    assert "out of memory" in other
+
+
 @pytest.mark.parametrize("refusal", programs.REFUSED)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(trained: list[Any], refusal: str) -> None:
     words, _ = programs.REFUSED[refusal]

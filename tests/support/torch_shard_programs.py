@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.plan.file import make_layout
 from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch_shards.ledger import count_beside
+from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
+from tests.support.last_words import last_words
 from tests.support.torch_ranks import example_plan
 
 STEPS, WIDTH, WORDS, ROWS = 7, 8, 11, 43  # a last batch of 3 rows of 8
@@ -55,6 +58,7 @@ class Model(torch.nn.Module):
             self.head.weight = self.words.weight
         if case.tied_blocks:
             self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.rare = torch.nn.Parameter(torch.ones(WIDTH)) if case.unused else None
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.inner = torch.tensor(0.0)
 
@@ -62,6 +66,8 @@ class Model(torch.nn.Module):
         rows = self.words(inputs)
         if self.training:
             self.seen += 1
+        if self.rare is not None and bool((inputs == 0).all(1).any()):  # in a row that one rank has
+            rows = rows + (inputs == 0).all(1)[:, None, None] * self.rare
         for number in (0, 1, 2, 1) if self.case.again else (0, 1, 2):
             if self.case.checkpoint is None:
                 rows = self.blocks[number](rows, scale=0.5)
@@ -138,6 +144,7 @@ def make_optimizer(case: ShardCase, model: Any) -> torch.optim.Optimizer:
 def data() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(5)
     words = torch.randint(0, WORDS, (ROWS, 5), generator=generator)
+    words[30:33] = 0
     return torch.utils.data.TensorDataset(words, torch.randint(0, WORDS, (ROWS,), generator=generator))
 
 
@@ -231,7 +238,7 @@ def validate(split: Split, model: Any) -> None:
     model.eval()
     for inputs, _ in split.loader(data(), training=False):
         model(inputs)  # with gradients that nobody takes
-        with torch.no_grad():
+        with torch.inference_mode():
             model(inputs)
     model.train()
 
@@ -334,11 +341,53 @@ def compiled(split: Split, model: Any) -> None:
     torch.compile(split.shard(model), backend="eager")(torch.zeros(1, 2, dtype=torch.int64))
 
 
+def checked(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    split.check(split.loader(data()), lambda part: objective(model.case, model, *part.batch))
+
+
 def by_length(split: Split, model: Any) -> None:
     model = split.shard(model)
     for batch in split.loader(data(), lengths=list(range(1, ROWS + 1))):
         for part in split.parts(batch):
             part.backward(objective(model.case, model, *part.batch))
+
+
+HALF = ShardCase("momentum")
+
+
+def train_in_half(world: int) -> dict[str, Any]:
+    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes at most."""
+    case = HALF
+    split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
+    beside = count_beside(model, choose_units(model, None), torch.bfloat16)
+    model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
+    model.blocks[1].up.register_forward_hook(
+        lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
+    )
+    update = make_optimizer(case, model)
+    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+        compute(case, split, model, batch)
+        finish(case, step, model, update)
+    types = {each.dtype for each in model.parameters()}, seen
+    return {"weights": split.model_state(model), "types": types, "peak": model.exchange.held.peak, "beside": beside}
+
+
+def leave(folder: Path, rank: int) -> None:
+    """What a rank says as the second one runs out of memory in a unit."""
+    torch.set_num_threads(1)
+    split, model, said = *start(ShardCase(), 2), ""
+    if rank == 1:
+        model.blocks[1].register_forward_hook(_run_out)
+    try:
+        step(split, model, torch.optim.SGD(model.parameters(), 0.1))
+    except RuntimeError as error:
+        said = last_words(error)
+    torch.save(said, folder / f"{rank}.pt")
+
+
+def _run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def out_of_memory(split: Split, model: Any) -> None:
@@ -367,6 +416,7 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
     "units of no module": ("Give classes of its blocks", with_no_unit),
     "torch.compile": ("can't be compiled", compiled),
+    "a check of the loss": ("Leave split.check out", checked),
     "rows by length": ("Leave lengths out", by_length),
     "out of memory": ("ranks meet in each unit of a sharded model", out_of_memory),
 }
@@ -389,6 +439,7 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["on"] = train_on(world, path)
     if world == 3:
         trained["saved"] = train_and_save(world, path)
+        trained["half"] = train_in_half(world)
         trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
         trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
     torch.save(trained, folder / f"{rank}.pt")
