@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_steps import GPU, WORDS, Decoder, start
 from evener.errors import DeviceError
-from evener.torch_shards.ledger import count_beside
+from evener.torch_shards.ledger import count_gathered
 from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
 
@@ -129,7 +129,7 @@ def shards(split: Split, options: Any, rows: Sequence[int], parts: Sequence[floa
 
 def expect(model: Any, options: Any, dtype: Any) -> int:
     """Bytes that a rank should hold at most beside its part of the state, before the model is sharded."""
-    return count_beside(model, choose_units(model, options.units), dtype)
+    return count_gathered(model, choose_units(model, options.units), dtype)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:

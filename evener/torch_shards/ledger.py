@@ -11,7 +11,7 @@ import torch
 from .unit import find_parameters
 
 
-def count_beside(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
+def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:
     """The most bytes that a rank holds beside its part of the state and activations.
 
     The model's own parameters, two units, and the gradients of all these before their sum.

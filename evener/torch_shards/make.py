@@ -23,7 +23,7 @@ from ..torch_split.wrapped import (
     model_digest,
 )
 from .flat import ShardPlace
-from .ledger import count_beside
+from .ledger import count_gathered
 from .optimizers import look_after
 from .sharded import Sharded
 from .units import choose_units
@@ -38,7 +38,7 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
         return training.wrap(model)
     _check(training, model)
     chosen = choose_units(model, units)
-    parts = _parts(training, state, lambda: count_beside(model, chosen, dtype))
+    parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
     place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")

@@ -24,7 +24,7 @@ _SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Bro
 
 
 def advise(sentence: str) -> None:
-    """What to say to an error of memory that ends this process."""
+    """Change the sentence that follows an error of memory that ends this process."""
     _advice[0] = sentence
 
 

@@ -235,9 +235,9 @@ class Split:
         """The model itself, its parameters, gradients and optimizer state cut over the ranks, in place of `wrap`.
 
         A unit's parameters are gathered before it computes and freed after: blocks of ModuleLists, or the classes or
-        modules in `units`. `state` is the part that each rank holds, by default what its GPU has room for. With `dtype`,
-        such as torch.bfloat16, the model computes in it, and shards keep their type. Make the optimizer after it.
-        RequestError for what can't be sharded.
+        modules in `units`. `state` is the part that each rank holds, by default what its GPU has room for. With
+        `dtype`, such as torch.bfloat16, the model computes in it, and shards keep their type. Make the optimizer after
+        it. RequestError for what can't be sharded.
         """
         made = import_module("evener.torch_shards.make")  # which builds on this package
         return cast(Model, made.shard(self._planned, model, units, state, dtype))

@@ -15,6 +15,7 @@ OWN = ("devices/nvidia/", "devices/registry.py")
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
 FRAMEWORKS = (
     "evener/torch_rows/",
+    "evener/torch_shards/",
     "evener/torch_split/",
     "evener/keras_split/",
     "evener/ray.py",

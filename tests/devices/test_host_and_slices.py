@@ -164,7 +164,7 @@ def test_reports_are_read_at_most_twice_a_second() -> None:
     assert len(reads) == 4
 
 
-def test_an_old_report_is_stale_and_does_not_count_beside_a_fresh_one() -> None:
+def test_an_old_report_is_stale_and_does_not_count_gathered_a_fresh_one() -> None:
     assert rate_reading([]).state is State.UNSUPPORTED
     assert rate_reading([(10.0, 60.0)]) == Reading(State.STALE, 10.0, 60.0)
     assert rate_reading([(10.0, 60.0), (4.0, 1.0)]) == Reading(State.VALUE, 4.0, 1.0)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.plan.file import make_layout
 from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_shards.ledger import count_beside
+from evener.torch_shards.ledger import count_gathered
 from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
 from tests.support.last_words import last_words
@@ -360,7 +360,7 @@ def train_in_half(world: int) -> dict[str, Any]:
     """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes at most."""
     case = HALF
     split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
-    beside = count_beside(model, choose_units(model, None), torch.bfloat16)
+    beside = count_gathered(model, choose_units(model, None), torch.bfloat16)
     model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
     model.blocks[1].up.register_forward_hook(
         lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
