@@ -20,7 +20,7 @@ from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Problem
 from .model.evidence import DeviceEvidence
-from .model.memory import UNBOUNDED
+from .model.memory import BLIND_GROWTH, UNBOUNDED
 from .ranking import smallest_gain
 
 LONGER = 1.25  # times the longest step so far: affordable whatever the budget
@@ -93,7 +93,7 @@ class Bounds:
         enough = math.ceil(overhead / slope / gain / quantum) * quantum
         return max(quantum, min(limit, enough))
 
-    def reachable(self, device: DeviceCurve, reach: int) -> int:
+    def reachable(self, device: DeviceCurve, reach: int = BLIND_GROWTH) -> int:
         """The largest useful batch that is near enough to what ran for the curve to be trusted."""
         ran = self._devices[device.position].memory.ran
         return min(self.useful(device), reach * ran) if ran else self.useful(device)

@@ -20,13 +20,13 @@ from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .machine_model import MachineModel
 from .model.memory import Memory
+from .ranking import TIE
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
 WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller
 BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
 PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
 
-GAIN = 0.01  # relative; less than that is no gain
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
 REFINEMENTS = 5  # sizes tried between neighbours after growth ended
@@ -153,7 +153,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     return _between(tried, grown)
 
 
-def best_size(tried: Rates, tolerance: float = GAIN) -> int | None:
+def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """The fewest trainings within the tolerance of the best; None if none ran."""
     ran = {size: rate for size, rate in tried.items() if rate is not None}
     if not ran:
@@ -175,7 +175,7 @@ def _gains(rates: list[float | None]) -> bool:
     known = [rate or 0.0 for rate in rates]
     if len(known) <= SIZES_WITHOUT_GAIN:
         return True
-    return max(known[-SIZES_WITHOUT_GAIN:]) > max(known[:-SIZES_WITHOUT_GAIN]) * (1 + GAIN)
+    return max(known[-SIZES_WITHOUT_GAIN:]) > max(known[:-SIZES_WITHOUT_GAIN]) * (1 + TIE)
 
 
 def _between(tried: Rates, grown: list[int]) -> int | None:

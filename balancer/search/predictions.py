@@ -15,7 +15,6 @@ from .ranking import COMES_TRUE, smallest_gain, worthwhile_gain
 
 INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
-REACH = 8  # a curve is trusted up to this many times the largest batch that ran
 
 
 class Predictions:
@@ -86,7 +85,7 @@ class Predictions:
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        limits = ((d, self.model.bounds.reachable(d, REACH)) for d in self.model.split_curves)
+        limits = ((d, self.model.bounds.reachable(d)) for d in self.model.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes
@@ -157,7 +156,7 @@ class Predictions:
         if batch is not None:
             device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit), REACH)
+        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit))
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
     @cached_property

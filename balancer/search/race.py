@@ -18,13 +18,12 @@ from .budget import Budget
 from .candidates import Candidates
 from .layouts import Candidate, LayoutOptions
 from .observations import FIRST_TURN, Turns
-from .ranking import ENOUGH_TURNS, ROUGH, Standing, rank, throughput, unsettled
+from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
 
 MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
 PACKS_TO_EXPECT = 6  # the same for growing packs
-LEAST_EXPECTED = 1e-9  # samples/s
 
 
 class Race:
@@ -140,7 +139,7 @@ class Race:
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
         """The candidate with the most expected gain for its cost comes first; a family's extra candidates come last."""
-        expected = max(self._candidates.expected_rate(one), LEAST_EXPECTED)
+        expected = max(self._candidates.expected_rate(one), LEAST_RATE)
         return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 
     # ------------------------------------------------------------------ packs

@@ -27,6 +27,7 @@ DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
 WORTH_OF_TOLERANCE = 0.5  # the same for another layout, which takes several measurements
+LEAST_RATE = 1e-9  # samples/s
 COMES_TRUE = 0.5  # of a gain that is hoped for
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 ENOUGH_TURNS = 3  # a winner with this many is not measured again for that

@@ -18,21 +18,18 @@ from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 from ..types import Probe, solo
 from .budget import Budget
 from .model.hope import bend_is_open, hopeful_curve
+from .model.memory import BLIND_GROWTH
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
-from .ranking import COMES_TRUE
+from .ranking import COMES_TRUE, LEAST_RATE
 
 MOST_ROUNDS = 12  # without a budget, where nothing else ends them
-SMALL = 8  # the first batch, of a free global batch
-SECOND = 64  # the second batch
-RATIO = 8  # between the two
+SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
+RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
 STRIDE = 32  # a batch grows at once up to this many times what ran; real kernels have a peak between
-BLIND_STRIDE = 8  # the same where time doesn't rise yet, so that what the larger batch costs isn't known
 GROWN = 1.1  # times the largest batch that ran: growth worth a round
 MOST_PASSES = 4  # of the probe that shows what passes cost
-FIRST_RETREAT = 8  # a first batch that ran out of memory is divided by this
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
-LEAST_RATE = 1e-9  # samples/s
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
 PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
@@ -197,7 +194,7 @@ class SoloStage:
         device, curve = self._model.devices[position], self._model.alone[position]
         ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
         rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
-        stride = (STRIDE if rises else BLIND_STRIDE) * ran // self._quantum * self._quantum
+        stride = (STRIDE if rises else BLIND_GROWTH) * ran // self._quantum * self._quantum
         return min(self._farthest(position), max(stride, self._quantum))
 
     def _farthest(self, position: int) -> int:
@@ -277,7 +274,7 @@ class SoloStage:
         wanted = min(second, self._model.bounds.asked)
         if memory.failed is not None and not (memory.ran and second < memory.failed):
             down = memory.limit_bytes is not None and memory.ran > quantum  # that runs, and two sizes give a line
-            retreat = memory.failed // FIRST_RETREAT
+            retreat = memory.failed // RATIO
             if memory.ran:
                 retreat = memory.ran // 2 if down else (memory.ran + memory.failed) // 2
             wanted = max(quantum, retreat // quantum * quantum)

@@ -20,7 +20,7 @@ from .ranking import LEAST_GAIN, worthwhile_gain
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and some run out of memory
 MOST_FAILED = 2  # after this many failed splits no more are tried
 NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
-HIDDEN = 1.3  # a device may be this many times as fast while the others are idle
+AT_REST = 1.3  # a device may be this many times as fast while the others are idle
 
 
 class SplitStage:
@@ -135,7 +135,7 @@ class SplitStage:
         """Whether one of several devices may beat all splits when the others are at rest."""
         best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
-        hidden = 1.0 if self._predictions.layout(wanted).in_passes else HIDDEN
+        hidden = 1.0 if self._predictions.layout(wanted).in_passes else AT_REST
         if wanted.samples_per_second * hidden > best:
             return True
         unseen = self._problem.global_batch is not None and not self._model.at_rest

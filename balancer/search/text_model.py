@@ -17,7 +17,7 @@ from evener.training.dealing import Deal, Dealer
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .layouts import RETREAT, SAME_SHARE
 from .model.device_groups import FEWEST_COMMON, is_noise
-from .model.memory import Memory
+from .model.memory import SAFE_SHARE, Memory
 from .model.step_cost import MISFIT, StepCost, WorkPoint, fit_step_cost
 from .observations import Observations
 from .statistics import relative_error
@@ -25,7 +25,6 @@ from .statistics import relative_error
 DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
 FEWEST_BATCHES = 2
 MOST_BATCHES = 8
-SAFE_WALL = 0.8  # of the tokens that should fit, where fewer ran
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch
 LARGEST_BATCH = 1024  # rows that are worth a prediction
 _DRAW = (1103515245, 12345, 1 << 31)  # a linear congruential generator: the same batches in every search
@@ -138,7 +137,7 @@ class TextModel:
         most = memory.predict_largest()
         if most is None and memory.failed is None:
             return 0
-        safe = int(SAFE_WALL * most) if most is not None else 0
+        safe = int(SAFE_SHARE * most) if most is not None else 0
         return max(memory.ran, min(safe, int(RETREAT * memory.failed) if memory.failed else safe))
 
     def memory(self, position: int) -> Memory:

@@ -18,16 +18,16 @@ from .budget import Budget
 from .decisions import explain_too_long
 from .device_model import DeviceModel
 from .layouts import split_evenly
+from .solo_stage import MOST_PASSES
 from .text_model import TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 ROWS = 8  # of middling length: the first pass
-PASSES = 4  # of the probe that shows what a further pass costs
 GROWTH = 4  # from one larger pass to the next
 MOST_GROWN = 4  # larger passes
-CLEAR = 3.0  # times as long as the first pass: enough to show what tokens cost
+LONG_ENOUGH = 3.0  # times as long as the first pass: enough to show what tokens cost
 MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow where it ran out of memory
-MOST_SPLITS = 3
+MOST_TEXT_SPLITS = 3
 PROBES_TO_EXPECT = 7  # of each device alone
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
@@ -167,7 +167,7 @@ class TextStage:
                 break
             yield self._same_length(position, longest, tokens)
         largest = max((longest, *self._single_passes(position)))
-        yield self._same_length(position, self._quantile(SHORT), max(largest // GROWTH, longest), PASSES)
+        yield self._same_length(position, self._quantile(SHORT), max(largest // GROWTH, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
             yield self._same_length(position, length, largest)
 
@@ -210,15 +210,15 @@ class TextStage:
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
-        if not self._with_splits or len(tried) >= MOST_SPLITS:
+        if not self._with_splits or len(tried) >= MOST_TEXT_SPLITS:
             return ()
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
             return ()
         affordable = self._affords(layout, "split" if self._text.splits else "race")
-        return (self._probe(layout, "split", MOST_SPLITS, turn=len(tried)),) if affordable else ()
+        return (self._probe(layout, "split", MOST_TEXT_SPLITS, turn=len(tried)),) if affordable else ()
 
 
 def _take_clearly_longer(steps: Mapping[int, float]) -> bool:
     """True if the longest of these steps shows what tokens cost."""
-    return max(steps.values()) >= CLEAR * min(steps.values())
+    return max(steps.values()) >= LONG_ENOUGH * min(steps.values())

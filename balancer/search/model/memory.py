@@ -16,7 +16,7 @@ import msgspec
 from ...types import OutOfMemory, Timed
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up
-BLIND_GROWTH = 8  # from one batch to the next if memory is unknown or its line unsure
+BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
 FINE = 0.03  # relative: a gap between ran and failed below this is not narrowed further
 WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run

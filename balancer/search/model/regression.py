@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from itertools import combinations
 
+from evener.shares.curves import ROUNDING
+
 Sample = tuple[float, float, float]  # x, y, weight
-ROUNDING = 1e-9  # relative: what is nearer is the same
 
 
 def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:

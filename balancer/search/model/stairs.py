@@ -18,7 +18,7 @@ from .regression import rising_line
 
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
-CLEAR = 4.0  # times what a point may be off: a smaller rise could explain anything
+LEAST_RISE = 4.0  # times what a point may be off: a smaller one could explain anything (noise of stall)
 WIDEST = 4096  # samples: the largest power of two that is tried as the width of a stair
 MOST_STAIRS = 200  # in a curve
 
@@ -65,7 +65,7 @@ def fit_stairs(points: Sequence[Step]) -> Stairs | None:
     error = max(point.error for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
-        if rise < CLEAR * error:
+        if rise < LEAST_RISE * error:
             break
         levels = [round((point.seconds - low) / rise) for point in points]
         if len(set(levels)) < len(levels) and (found := _explain(points, levels)):

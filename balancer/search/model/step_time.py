@@ -15,12 +15,12 @@ import msgspec
 
 from evener.shares.curves import Curve
 
+from .memory import BLIND_GROWTH
 from .regression import rising_line
 from .stairs import Step, fit_stairs
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
-FORESEEN = 8  # times the largest batch: as far as stairs go on, and as far as a curve is trusted (large_only)
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
@@ -61,7 +61,7 @@ def fit_curve(points: Iterable[Point]) -> Curve | None:
     hinge, worst = _simplest(merged)
     simple = worst <= LINE_ERRORS
     if not simple and (stairs := fit_stairs([_step(point) for point in merge_points(found, 0.0)])):
-        return stairs.curve(FORESEEN * merged[-1].batch, _typical_error(merged))
+        return stairs.curve(BLIND_GROWTH * merged[-1].batch, _typical_error(merged))
     return _broken_line(hinge, merged, [] if simple else _bends(merged, hinge), simple)
 
 
