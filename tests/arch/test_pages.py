@@ -17,6 +17,7 @@ from evener.plan.file import Plan
 from evener.plan.layout import PlanLayout, Share
 from evener.tui.cli.main import app
 from evener.tui.cli.options import spread_lists
+from evener.tui.launch.program import LAUNCHERS
 
 REPO = Path(__file__).resolve().parents[2]
 TO_WRITE = ("devices/amd/", "evener/NAME.py")
@@ -100,6 +101,9 @@ def _find_fault(text: str) -> str:
     for stop in ("|", ">", "2>", "&", "&&"):
         arguments = arguments[: arguments.index(stop)] if stop in arguments else arguments
     arguments = [PLACES.sub("1", word) for word in arguments]
+    started = arguments[arguments.index("--") + 1 :] if arguments[:1] == ["run"] and "--" in arguments else []
+    if set(started[:1]) & set(LAUNCHERS):
+        return "evener run starts the processes itself."
     group: Any = get_group(app)
     rest = arguments if arguments[:1] in (["launch"], ["run"]) else spread_lists(arguments)
     try:
