@@ -81,4 +81,4 @@ def trusted(bench: GpuBench) -> None:
     with bench.mps() as variables:
         for trainer in TRAINERS:
             words = ("plan", "--trainers", trainer, *where, *size, *length)
-            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=130, env=variables)
+            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=220, env=variables)
