@@ -281,6 +281,11 @@ def main() -> None:
         return
     more = {"CUDA_VISIBLE_DEVICES": "0"} if options.one_gpu else None
     ranks = start("benchmarks.shards", options.ranks, *sys.argv[1:], "--rank", more=more)
+    while None in [each.poll() for each in ranks] and not any(each.poll() for each in ranks):
+        time.sleep(0.1)
+    for each in ranks:
+        if any(other.poll() for other in ranks):
+            each.kill()  # over NCCL it would wait for the one that failed; torchrun and evener launch end it too
     printed = [each.communicate()[0] for each in ranks]
     sys.stdout.write("".join(printed))
     sys.exit(max(each.returncode for each in ranks))

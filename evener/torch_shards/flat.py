@@ -111,9 +111,10 @@ class Flat:
         """Begin to gather the whole parameters; returns what has to be waited for."""
         self.whole.untyped_storage().resize_(_size(self.whole))
         self.held.add("gathered", _size(self.whole))
-        # what autograd saved of them in the forward pass is what it gets again
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.whole):
-            return self.collect(self.whole, self.shard)
+        # autograd gets again what it saved in the forward pass: .data counts its own versions, also those of copies
+        # that gloo makes on a GPU while one waits for it
+        with torch.no_grad():
+            return self.collect(self.whole.data, self.shard)
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
         """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""

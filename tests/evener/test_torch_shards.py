@@ -153,6 +153,13 @@ def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
         torch.testing.assert_close(trained[0]["half"]["weights"][name], each, rtol=0, atol=0.1 * moved)
 
 
+def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
+    """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has changed since."""
+    _, norms = programs.reference(programs.LATE, 8)
+    for rank in trained:
+        assert rank["late"]["norms"] == pytest.approx(norms[:5], abs=1e-12)
+
+
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
     """Its part of parameters, gradients and momentum, and what is gathered at most."""
     size = 4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())

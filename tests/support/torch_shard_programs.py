@@ -353,6 +353,45 @@ def by_length(split: Split, model: Any) -> None:
             part.backward(objective(model.case, model, *part.batch))
 
 
+class LateCopy:
+    """A broadcast whose values come as one waits for it, as gloo's do on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor, source: int, async_op: bool) -> None:
+        self._tensor, self._sent = tensor, tensor.clone()
+        self._work = _broadcast(self._sent, source, async_op=async_op)
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._tensor.copy_(self._sent)
+
+
+_broadcast = torch.distributed.broadcast
+
+
+def train_with_late_copies(world: int) -> dict[str, Any]:
+    split, model = start(LATE, world)
+    update, norms = make_optimizer(LATE, model), list[float]()
+    torch.distributed.broadcast = lambda tensor, source, async_op=False: (
+        LateCopy(tensor, source, async_op) if async_op else _broadcast(tensor, source)
+    )
+    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+        compute(LATE, split, model, batch)
+        norms.append(finish(LATE, step, model, update))
+    torch.distributed.broadcast = _broadcast
+    return {"norms": norms}
+
+
+LATE = ShardCase(clip=0.1)
+
+
+def wrapped_after(split: Split, model: Any) -> None:
+    """Another model may be wrapped beside a sharded one, but not that model."""
+    model = split.shard(model)
+    split.wrap(torch.nn.Linear(2, 2))
+    split.wrap(model)
+
+
 HALF = ShardCase("momentum")
 
 
@@ -413,6 +452,7 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "state_dict": ("split.model_state", with_state),
     "an optimizer's state_dict": ("split.optimizer_state", with_optimizer_state),
     "a wrapped model": ("wrapped or compiled already", wrapped),
+    "a sharded model, wrapped": ("Leave split.wrap out", wrapped_after),
     "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
     "units of no module": ("Give classes of its blocks", with_no_unit),
     "torch.compile": ("can't be compiled", compiled),
@@ -439,6 +479,7 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["on"] = train_on(world, path)
     if world == 3:
         trained["saved"] = train_and_save(world, path)
+        trained["late"] = train_with_late_copies(world)
         trained["half"] = train_in_half(world)
         trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
         trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
