@@ -29,7 +29,8 @@ def running_cluster(state: Path) -> Iterator[Any]:
         import ray
         from ray.cluster_utils import Cluster
 
-        head = {**NODE, "node_ip_address": FIRST, "include_dashboard": False, "include_log_monitor": False}
+        unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        head = {**NODE, "node_ip_address": FIRST, **unused}
         cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         with mock.patch.dict(os.environ, variables):
