@@ -64,7 +64,6 @@ class Program:
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._guard: Guard | None = None
-        self._group: Any = None  # in which ranks compare what they see
         self._updated = False  # an optimizer has stepped since that batch
         self._compared = False  # the order of rows of this loop's epoch
         self._fault = ""  # in what the program does with gradients
@@ -191,10 +190,8 @@ class Program:
 
     def _exchange(self, own: Any) -> list[Any]:
         """What each rank has."""
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
         every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, own, group=self._group)
+        dist.all_gather_object(every, own, group=dist.new_group(backend="gloo"))  # kept, it would outlive the program's
         return every
 
     def _take_over(self, loop: Any) -> None:
