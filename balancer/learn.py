@@ -6,6 +6,7 @@ A batch is computed as two halves, which are compared; the search then starts an
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from evener.learning.noise_scale import NoiseScale, NoiseWindow
 from evener.workloads import registry
 from evener.workloads.protocol import Place, Precision
 
+from .probes.fork_server import die_with_parent
 from .request import Job, Request
 from .result.words import refuse
 from .store.locks import lock_devices
@@ -49,7 +51,9 @@ class Learned(msgspec.Struct, frozen=True):
 def learn(job: Job, seconds: float) -> Request:
     """The job's request with the noise scale that its first device measures; RequestError where it can't."""
     request, device = job.request, job.devices[0]
-    if job.machine is not None or job.framework != "torch" or ":" not in job.workload:
+    if job.simulated:
+        raise refuse(Finding("request.learn_simulated"))
+    if job.framework != "torch" or ":" not in job.workload:
         raise refuse(Finding("request.learn", {"workload": job.workload}))
     made = child_environment([device], "torch")
     name, precision = find_backend(device.kind).name_in("torch", 0), cast(Precision, request.precision)
@@ -86,6 +90,8 @@ def main(lesson: Lesson) -> Learned:
 
 
 if __name__ == "__main__":
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C: the parent gets it too, and kills this process
     try:
         learned = main(msgspec.json.decode(sys.argv[1], type=Lesson))
     except EvenerError as fault:

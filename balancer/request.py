@@ -62,6 +62,11 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     machine: Machine | None = None  # the physics, if the devices are simulated
     driver: str = ""  # version of the GPUs' driver
 
+    @property
+    def simulated(self) -> bool:
+        """True if the devices are simulated, as a journal of the job says too."""
+        return any(device.kind == "sim" for device in self.devices)
+
     def exclusive(self, positions: Iterable[int] | None = None) -> tuple[Device, ...]:
         """The devices, or those at `positions`, that the job keeps others off: neither shared nor simulated ones."""
         if self.request.share or self.machine is not None:

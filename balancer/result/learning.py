@@ -9,15 +9,14 @@ import msgspec
 
 from evener.learning.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
 
-from ..request import Request
-from ..types import Finding, Result, Said
+from ..request import Job, Request
+from ..types import Finding, Layout, Result, Said
 
 if TYPE_CHECKING:
     from ..search.search import Search  # which the app's first frame does without
 
 SENTENCES = {
-    "learning.unknown": "A larger batch takes more samples to the same loss, and how many isn't known: evener run"
-    " --noise measures it",
+    "learning.unknown": "A larger batch takes more samples to the same loss, and how many isn't known{measure:measure}",
     "learning.worth": "At a noise scale of {scale:scale} rows, {samples} samples a step are worth {worth:worth} of as"
     " many in small batches",
     "learning.at_least": "At a noise scale of {scale:at_least} rows or more, {samples} samples a step are worth at"
@@ -31,26 +30,39 @@ SENTENCES = {
     " {gain:times} (AdaScale)",
     "request.learn": "--learn trains a PyTorch workload of yours on real devices, and {workload} isn't one.\n"
     "Leave --learn out, or give --noise-scale.",
+    "request.learn_simulated": "Simulated devices train nothing, so --learn can't measure a noise scale on them.\n"
+    "Leave --learn out, or give --noise-scale.",
     "request.learn_batch": "--learn trains at your script's own batch, which isn't known.\nAdd --own-batch.",
     "request.learned": "{seconds:g} s were too short for a noise scale, which takes 48 steps.\nGive --learn more time.",
     "request.no_noise": "No noise scale was measured in {name!r}.\nTrain with evener run --noise, some 400 steps.",
 }
+MEASURES = {"": "", "run": ": evener run --noise measures it", "learn": ": evener balance --learn 60s measures it"}
 SOONER = 0.95  # of the time: less is worth saying
 Point = tuple[int, float, float]  # global batch, samples/s, samples/s in small batches that learn as fast
 
 
-def find_learning(request: Request, chosen: Result, search: Search) -> Iterator[Finding]:
+def find_learning(job: Job, chosen: Result, search: Search) -> Iterator[Finding]:
     """Findings on a plan's batch: its samples' worth, whether another is sooner there, and its learning rate."""
-    layout, scale = chosen.layout, request.noise_scale
+    request, layout, scale = job.request, chosen.layout, job.request.noise_scale
     if not layout.traits.by_shares:
         return
     if request.global_batch is None:
-        yield from _find_worth(scale, request, chosen, search) if scale else (Finding("learning.unknown"),)
+        unknown = Finding("learning.unknown", {"measure": _find_measure(job, layout)})
+        yield from _find_worth(scale, request, chosen, search) if scale else (unknown,)
     own, batch = request.own_batch, layout.global_batch
     if own is not None and own != batch:
         gain = rate_gain(own, batch, scale.safe_rows) if scale else None
         values = {"samples": batch, "own": own, "root": (batch / own) ** 0.5, "linear": batch / own, "gain": gain}
         yield Finding("rate.advice" if scale is None else "rate.gain", values)
+
+
+def _find_measure(job: Job, layout: Layout) -> str:
+    """The key in MEASURES of the command that measures the noise scale of this job's training; empty if none does."""
+    if job.framework != "torch" or job.simulated:
+        return ""
+    if len(layout.active) > 1:
+        return "run"
+    return "learn" if ":" in job.workload else ""
 
 
 def find_frontier(said: Said) -> list[Point]:
@@ -71,7 +83,8 @@ def list_frontier(results: Sequence[Result], noise_scale: float) -> list[Point]:
 def _find_worth(scale: NoiseScale, request: Request, chosen: Result, search: Search) -> Iterator[Finding]:
     """What the chosen batch is worth, against the script's own where that is known, and which one would be best."""
     batch, own = chosen.layout.global_batch, request.own_batch
-    frontier = list_frontier(search.results(), scale.safe_rows)
+    results = [chosen if one.layout == chosen.layout else one for one in search.results()]  # one figure for a layout
+    frontier = list_frontier(results, scale.safe_rows)
     values: dict[str, Any] = {
         "samples": batch,
         "scale": msgspec.to_builtins(scale),
@@ -87,7 +100,7 @@ def _find_worth(scale: NoiseScale, request: Request, chosen: Result, search: Sea
         yield Finding("learning.against", values | {"speed": chosen.throughput.value / speed})
     else:
         yield Finding("learning.worth", values)
-    yield from _find_best(scale, chosen, search.results())
+    yield from _find_best(scale, chosen, results)
 
 
 def _find_best(scale: NoiseScale, chosen: Result, results: Sequence[Result]) -> Iterator[Finding]:

@@ -108,7 +108,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         *(find_objective_reached(search, chosen) if known else [measurements.find_remedy(doubts, header.run)]),
         *([Finding("taken.verdict", {"devices": [devices[i].label for i in taken]})] if taken else ()),
         *(measurements.find_weakness(doubts) if known else ()),
-        *(find_learning(request, chosen, search) if known else ()),
+        *(find_learning(header.job, chosen, search) if known else ()),
     )
     warnings = _find_warnings(record, search, end, chosen, doubts)
     plan = Plan(

@@ -138,6 +138,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     ),
     "scale": lambda scale: write_rows(scale["rows"]),
     "at_least": lambda scale: write_rows(scale["low"]),
+    "measure": lambda measure: learning.MEASURES[measure],
     "fit": lambda rows: f"{rows} sample{'s fit' if rows > 1 else ' fits'}",
     "steps": lambda steps: f"only {steps} step{'s' * (steps > 1)}" if steps else "less than one step",
     "bound": lambda rows: f"; for {rows[1]}, search with --max-global-batch {rows[0]}" if rows else "",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from evener.balancer.intake import take_in
 from evener.balancer.learn import learn
 from evener.balancer.request import Request
 from evener.errors import NoLayoutError, RequestError
+from evener.tui.cli.main import run
 from tests.support.frameworks import skip_without
 
 skip_without("torch")
@@ -25,6 +30,16 @@ def build(data=True):
     targets = inputs @ torch.randn(20, 1) + 2 * torch.randn(2048, 1)
     last = torch.utils.data.TensorDataset(inputs, targets) if data else (lambda rows: (inputs[:rows], targets[:rows]))
     return module, torch.optim.SGD(module.parameters(), 0.0), torch.nn.MSELoss(), last
+"""
+
+
+ENDLESS = """
+import os, sys, time
+
+
+def build():
+    print(os.getpid(), file=sys.stderr, flush=True)
+    time.sleep(100)
 """
 
 
@@ -43,5 +58,34 @@ def test_a_child_trains_at_the_own_batch_and_measures(own_folder: Path, capfd: p
 
 
 def test_what_cannot_learn_is_refused_before_anything_starts() -> None:
-    with pytest.raises(RequestError, match="keras_maxer isn't one"):
+    with pytest.raises(RequestError, match="synthetic isn't one"):
+        learn(take_in(Request(devices="cpu/1", workload="synthetic", framework="none")), 3.0)
+    with pytest.raises(RequestError, match="Simulated devices train nothing"):
         learn(take_in(Request(devices="sim:gtx1080")), 3.0)
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--resume"])
+def test_what_makes_no_new_search_is_refused_before_it_trains(
+    option: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_folder / "train.py").write_text("raise SystemExit('it was trained')\n")
+    options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "9s", option]
+    assert run(["balance", *options, *["last"] * (option == "--resume")]) == 2
+    assert f"--learn and {option} can't be combined" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_its_child_too(number: int, own_folder: Path) -> None:
+    (own_folder / "train.py").write_text(ENDLESS)
+    options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "60s"]
+    command = [sys.executable, "-m", "evener", "balance", *options]
+    with subprocess.Popen(command, cwd=own_folder, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        child = psutil.Process(next(int(line) for line in parent.stderr if line.strip().isdecimal()))
+        parent.send_signal(number)
+        _, alive = psutil.wait_procs([child], timeout=30)
+        for process in alive:
+            process.kill()
+        assert not alive
+        assert "Traceback" not in parent.stderr.read()
+    assert parent.returncode in (-signal.SIGTERM, 130)

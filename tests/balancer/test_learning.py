@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer import journal
+from evener.balancer.result.learning import find_learning
+from evener.balancer.result.words import say
 from evener.balancer.store import replay
 from evener.balancer.store.runs import find, journal_path
 from evener.learning.noise_scale import NoiseScale, rate_gain, worth
@@ -63,6 +65,32 @@ def test_what_is_not_known_is_said_of_a_free_batch_alone(balance: Any) -> None:
     assert "rate.advice" not in free, "the script's own batch isn't known"
 
 
+@pytest.mark.parametrize(
+    ("framework", "workload", "kind", "devices", "measure"),
+    [
+        ("torch", "train.py:build", "sim", 2, ""),
+        ("torch", "train.py:build", "cuda", 2, "run"),
+        ("torch", "train.py:build", "cuda", 1, "learn"),
+        ("torch", "torch_mnist", "cuda", 1, ""),
+        ("tensorflow", "train.py:build", "cuda", 2, ""),
+    ],
+)
+def test_a_command_that_measures_is_named_where_it_can(
+    balance: Any, framework: str, workload: str, kind: str, devices: int, measure: str
+) -> None:
+    free, _ = balance("-d", ",".join(["sim:gtx1080ti", "gtx1080"][:devices]))
+    assert free["learning.unknown"] == {"measure": ""}
+    record = journal.read(journal_path(find("last")))
+    job = record.header.job
+    search = replay.make_search(job, record.facts, record.observations)
+    real = tuple(msgspec.structs.replace(device, kind=kind) for device in job.devices)
+    job, chosen = msgspec.structs.replace(job, devices=real, framework=framework, workload=workload), search.best()
+    assert chosen is not None
+    (unknown,) = find_learning(job, chosen, search)
+    assert unknown.values == {"measure": measure}
+    assert say(unknown).endswith("measures it") == bool(measure)
+
+
 def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: pytest.CaptureFixture[str]) -> None:
     scale = NoiseScale(3900.0, 2700.0, 6000.0, 400)
     start = StartEntry(time.time(), "train.py", "torch", ("GPU:0",), (512,), 0.0, "here", 1, 1)
@@ -75,6 +103,8 @@ def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: py
     assert against["own"] == 512
     assert against["extra"][1] <= against["extra"][0] <= against["extra"][2]
     own = said["layout"]["global_batch"]
+    rates = {batch: rate for batch, rate, _ in against["frontier"]}
+    assert rates[own] == said["throughput"]["samples_per_second"], "one figure for one layout"
     assert against["extra"][0] == pytest.approx((own + 3900) / (512 + 3900))
     assert codes["rate.gain"]["gain"] == pytest.approx(own / 512 / against["extra"][0])
     batches = [batch for batch, _, _ in against["frontier"]]

@@ -62,7 +62,7 @@ def balance(
     Your own model: evener help workload.
     """
     if learning is not None:
-        request = _learn(request, learning)
+        request = _learn(request, learning, {"--resume": resume is not None, "--dry-run": dry_run})
     request, extend_seconds = _read_budget(request, budget, resume)
     if dry_run:
         if resume is not None or export is not None:
@@ -79,11 +79,12 @@ def balance(
     return run_session(begin, show, export, as_json)
 
 
-def _learn(request: Request, learning: str) -> Request:
-    """The request with a noise scale measured now."""
+def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:
+    """The request with a noise scale measured now; RequestError beside options that have no use for it."""
     seconds = parse_duration(learning, "--learn")
-    if request.noise_scale is not None:
-        raise refuse(Finding("request.both", {"first": "--learn", "second": "--noise-scale"}))
+    for option, given in (others | {"--noise-scale": request.noise_scale is not None}).items():
+        if given:
+            raise refuse(Finding("request.both", {"first": "--learn", "second": option}))
     return learn(take_in(request), seconds)
 
 
