@@ -7,6 +7,7 @@ out by shares without a word between the ranks. Nothing is changed before a firs
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -215,10 +216,17 @@ class SharedBatches:
 
 
 def _copy_data(dataset: Any) -> Any:
-    """A copy of a data set, and of those that it is made of, so that what they note down isn't in the program's own."""
+    """A copy of a data set, and of those in it, so that what they note down or draw isn't the program's own."""
     twin = copy.copy(dataset)
-    if hasattr(twin, "dataset"):
-        twin.dataset = _copy_data(twin.dataset)
+    for name, value in list(getattr(twin, "__dict__", {}).items()):
+        if name == "dataset":
+            setattr(twin, name, _copy_data(value))
+        elif name == "datasets" and isinstance(value, list | tuple):
+            setattr(twin, name, [_copy_data(each) for each in value])
+        elif isinstance(value, torch.Generator):
+            setattr(twin, name, value.clone_state())
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+            setattr(twin, name, copy.deepcopy(value))
     return twin
 
 

@@ -73,6 +73,8 @@ class PlannedTraining:
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
+        self._followed: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
+        self._ahead = 0  # the most batches that a loader draws before their turn
         self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit()
@@ -105,18 +107,21 @@ class PlannedTraining:
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
         """Change this sampler's shares if they follow own work; it draws at most `ahead` batches before their turn."""
+        self._followed.add(sampler)
+        self._ahead = max(self._ahead, ahead)
         if self.rebalancing is not None:
             self.rebalancing.add(sampler, ahead)
 
     def stay_even(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Give each rank as many rows again, from `ahead` batches after the next one on, and leave it so."""
-        each = self.shares.global_batch // self.world
+        """Give each rank as many rows again, in all loops, once what was drawn ahead is trained, and leave it so."""
+        each, ahead = self.shares.global_batch // self.world, max(ahead, self._ahead)
         even = (each,) * self.world
         self.shares = msgspec.structs.replace(self.shares, batches=even, micros=even)
-        sampler.change_shares(even, ahead)
         if self.rebalancing is not None:
             self.rebalancing.stop(even, ahead)
             self.rebalancing = None
+        for one in {sampler, *self._followed}:
+            one.change_shares(even, ahead)
 
     # ------------------------------------------------------------------ models
 

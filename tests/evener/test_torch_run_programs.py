@@ -85,3 +85,28 @@ def test_a_launcher_inside_is_one_sentence(tmp_path: Path) -> None:
     assert ended.returncode, ended.stderr
     assert ended.stderr.count("by torchrun, which evener run does in its place") == 1
     assert "evener run -- train.py --epochs 3" in ended.stderr
+
+
+def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> None:
+    """The copy has generators of its own, also in the data sets that it is made of."""
+    import numpy
+    import torch
+    from torch.utils.data import ConcatDataset, Dataset, Subset
+
+    from evener.program.loops import _copy_data
+
+    class Noisy(Dataset[float]):
+        def __init__(self) -> None:
+            self.numbers = numpy.random.default_rng(0)
+            self.more = torch.Generator().manual_seed(0)
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, row: int) -> float:
+            return float(self.numbers.random() + torch.rand((), generator=self.more))
+
+    given, untouched = Noisy(), Noisy()
+    twin = _copy_data(ConcatDataset([Subset(given, [0, 1])]))
+    assert [twin[0], twin[1]] == [untouched[0], untouched[1]]
+    assert given[0] == Noisy()[0]

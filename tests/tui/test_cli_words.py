@@ -13,6 +13,7 @@ from evener.balancer.number_format import duration, rate, size
 from evener.balancer.request import Request
 from evener.errors import RequestError
 from evener.tui.cli.options import SEARCH, TRAINING, spread_lists
+from evener.tui.text import parsing
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_indices, parse_settings
 
@@ -110,7 +111,19 @@ def test_every_field_of_a_request_has_one_option() -> None:
     fields = {"budget_seconds": "budget", "input": "inputs"}
     names = {fields.get(name, name) for name in Request.__struct_fields__} - {"compare"}
     assert {*TRAINING, *SEARCH} == names == REQUEST_HELP.keys()
-    assert make_request() == Request()
+    assert make_request(framework="tensorflow") == Request()
+
+
+@pytest.mark.parametrize(
+    ("installed", "framework"),
+    [({"tensorflow", "torch"}, "tensorflow"), ({"torch"}, "torch"), (set(), "tensorflow")],
+)
+def test_the_framework_is_one_that_is_installed(
+    installed: set[str], framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has PyTorch alone needn't name it."""
+    monkeypatch.setattr(parsing, "find_spec", lambda name: name in installed or None)
+    assert make_request().framework == framework
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | No
         )
     if len(load_plan(path).layout.active) == len(discover(devices).devices):
         return path
-    print("evener: this plan leaves a device out, and the program is asked for all: shares start even", file=sys.stderr)
+    print("evener: this plan leaves a device out, and the program is asked for all: it isn't used", file=sys.stderr)
     return None
 
 

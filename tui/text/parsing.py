@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -101,15 +102,16 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """The framework of the workload; tensorflow where that isn't clear."""
+    """The framework of the workload; where that isn't clear, the one that is installed, tensorflow before torch."""
+    installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
-        return _FRAMEWORKS[0]
+        return installed
     from evener.workloads import registry, user_code
 
     if ":" in workload or user_code.names_a_file(workload):
         return user_code.guess_framework(workload)
     own = registry.find(workload).framework
-    return _FRAMEWORKS[0] if own == "none" else own
+    return installed if own == "none" else own
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
