@@ -20,9 +20,9 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    that rise by the same jump again and again are stairs (`model/stairs`), whose ends are the batches to train with.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
-   c_k is assumed low, so that using fewer devices gets tried. If the batch is free, the smallest split that is
-   predicted to be within the tolerance of the fastest (`tolerable`) is measured, and the fastest too. A device that may
-   beat every split alone is measured while the others are idle (stage `rest`).
+   c_k is assumed low, so that using fewer devices gets tried. If the batch is free, the fastest comes first, then the
+   smallest split that is predicted to be within the tolerance of it (`tolerable`). A device that may beat every split
+   alone is measured while the others are idle (stage `rest`); of a fixed batch that may come before the first split.
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
    several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a
@@ -42,7 +42,8 @@ to passes of a few sizes by least squares, nothing negative. Batches are assigne
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. If the batch is
 free, the smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with
 most of it that is at most `max_slowdown` slower. Otherwise the fastest is chosen, whichever stage measured it, or a
-simpler one within 1 %. The choice is among the layouts of the race only if packs, placements or other knobs ran.
+simpler one that is less than 1 % from it, or less than the tolerance if that is smaller. The choice is among the
+layouts of the race only if packs, placements or other knobs ran.
 
 Reading order: `search` (ask, tell, best, why_stopped), `reading` (what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`

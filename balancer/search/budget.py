@@ -2,8 +2,8 @@
 
 Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
 and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
-take time to start. No probe or round of exploration takes more than `MOST_OF_LEFT` of the time that is left, and before
-the first split runs, the time that it needs is kept for it.
+take time to start. A round alone that a plan can do without takes at most `MOST_OF_LEFT` of what is left of that part,
+and keeps the time of the first split. The first rounds and the splits need only to fit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ SOLO_STAGE = 1.2  # exploration gets at least this many times what the solo stag
 SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
 SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
-MOST_OF_LEFT = (
-    0.4  # for one probe or round of exploration: what follows decides too (knee, noisy_slow; budgets of 20 s)
-)
-SURPRISE = (
-    6  # times: a probe of longer steps than its time / this ends at once (knee, slow_start: curves are flat so far)
-)
+MOST_OF_LEFT = 0.4  # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
+SURPRISE = 6  # an exploring probe has 1 / this of what is left: a flat curve may hide long steps (knee, slow_start)
 SLACK = 1.25  # times the predicted time of the first split that is kept for it
 AT_ONCE = 0.4  # of the shortest probe: one that ends with its second step (flat, then linear, in 20 s)
 STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
@@ -76,7 +72,10 @@ class Budget:
     def probe_seconds(
         self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
     ) -> float:
-        """The seconds of the next probe, if its stage needs `probes_left` more and `reserved` seconds follow."""
+        """The seconds that the next probe may measure, if `reserved` seconds follow.
+
+        In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`; two steps in any case.
+        """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if self.seconds is None:

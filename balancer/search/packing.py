@@ -27,7 +27,7 @@ WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller
 BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
 PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
 
-ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer
+ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
 REFINEMENTS = 5  # sizes tried between neighbours after growth ended
 MOST_PROCESSES = 89

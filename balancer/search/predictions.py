@@ -13,7 +13,7 @@ from .host_choice import split_over_hosts
 from .machine_model import MachineModel
 from .ranking import COMES_TRUE, smallest_gain, worthwhile_gain
 
-INSURED = 0.85  # of the tolerance: aimed at, so that a small disappointment still passes
+INSURED = 0.85  # of the tolerance: a small disappointment still passes, or the fastest may win with twice the batch
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
 
@@ -31,7 +31,10 @@ class Predictions:
         return self.model.lay_out(tuple(shares))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
-        """The fastest split over some of these devices or one of them alone, in one pass; None if none holds it."""
+        """The fastest split over some of these devices or one of them alone, by their curves; None if none holds it.
+
+        Curves may be of passes (`PassCurve`).
+        """
         batch, limit = self._problem.global_batch, self._problem.max_global_batch
         found = [self._split(devices) if len(devices) > 1 else None]
         for one in devices:

@@ -1,9 +1,9 @@
 """The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to change the plan.
 
-In the first turn (0) every candidate is measured once, by falling expected gain for its cost. A split or rest
-measurement from exploration counts as turn 0. Packs then grow while they gain, later turns settle which layout is
-fastest, and the winner is measured with other knobs, if any were asked for. Last comes a check of the winner: the
-highest of several noisy figures is too high, so its own is measured anew.
+In the first turn (0) every candidate is measured once, those of most expected samples/s for each second of the probe
+first. A split or rest measurement from exploration counts as turn 0. Packs then grow while they gain, later turns
+settle which layout is fastest, and the winner is measured with other knobs, if any were asked for. Last comes a check
+of the winner: the highest of several noisy figures is too high, so its own is measured anew.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Race:
         return None
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """The candidate with the most expected gain for its cost comes first; a family's extra candidates come last."""
+        """The most expected samples/s for each second of the probe come first; a family's extra candidates last."""
         expected = max(self._candidates.expected_rate(one), LEAST_RATE)
         return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 

@@ -27,7 +27,7 @@ DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
 WORTH_OF_TOLERANCE = 0.5  # the same for another layout, which takes several measurements
-LEAST_RATE = 1e-9  # samples/s
+LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 COMES_TRUE = 0.5  # of a gain that is hoped for
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 ENOUGH_TURNS = 3  # a winner with this many is not measured again for that
@@ -95,8 +95,8 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     """The fastest, or the layout that is preferred within the tolerance.
 
     With a free global batch, the smallest within the tolerance of the fastest. Otherwise, or if the fastest is a pack
-    or a placement, the simplest layout less than 1 % from the fastest. An objective that trades speed chooses the
-    layout with most of it among those that are at most `max_slowdown` slower.
+    or a placement, the simplest layout less than 1 % from the fastest, or less than the tolerance if that is smaller.
+    An objective that trades speed chooses the layout with most of it among those at most `max_slowdown` slower.
     """
     leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}

@@ -185,9 +185,10 @@ class RowDevices(DeviceModel):
         return [layout for layout in found if layout is not None]
 
     def _even(self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool) -> Layout | None:
-        """An even split of the fixed batch, else of the preferred split's or the best single's for each device.
+        """An even split of the fixed batch, in passes where it has to be; of a free one, of what other layouts have.
 
-        As far as it fits; with `whole` the fixed batch or nothing.
+        That is the preferred split's rows for each device, else the fewest rows of the devices' best batches alone. If
+        that doesn't fit, as many rows as surely do; with `whole`, the fixed batch or nothing.
         """
         count, quantum, fixed = len(positions), self._quantum, self._problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum

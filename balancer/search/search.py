@@ -101,8 +101,8 @@ class Search:
     def _decide(self) -> Decision:
         """The first stage that wants a probe gets it.
 
-        The race is interrupted if all measured splits no longer fit, or the budget was raised. When it is over,
-        exploration may spend the rest of the budget.
+        The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent, or all
+        measured splits no longer fit. When it is over, exploration may spend the rest of the budget.
         """
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
@@ -151,8 +151,8 @@ class Search:
     def _explores(self, model: MachineModel) -> bool:
         """True if exploration may go on.
 
-        It may without a budget, before the race, while under 60 % of exploration's part is spent, or when no measured
-        split fits any more.
+        It may without a budget, before the race, while exploration's part of the budget isn't spent (for
+        `balance` 95 % of all), or when no measured split fits any more.
         """
         none_fits = bool(model.splits) and not model.fitting_splits
         return none_fits or not self._seen.in_stage("race") or self._reading.budget.has_time_to_explore

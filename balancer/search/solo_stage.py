@@ -23,8 +23,8 @@ from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-MOST_ROUNDS = 12  # without a budget, where nothing else ends them
-SMALL, SECOND = 8, 64  # the first two batches, of a free global batch
+MOST_ROUNDS = 12  # with a budget or without
+SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
 RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
 STRIDE = 32  # a batch grows at once up to this many times what ran; real kernels have a peak between
 GROWN = 1.1  # times the largest batch that ran: growth worth a round
@@ -104,7 +104,9 @@ class SoloStage:
         gain = self._expected_gain(wanted)
         if not self._budget.pays(gain, longest):
             return self._cheap_round()
-        for i in self._model.live:  # they work too, as in a split, and cost no time
+        # The other devices work too, as in a split, where the round lasts no longer for it; for the even share, with
+        # which every plan is compared, it may last twice as long.
+        for i in self._model.live:
             even = max(self._even_share(i), batches.get(i, 0))
             batch = even or self._widest_gap(i)
             if self._seconds(i, batch) <= (1 + bool(even)) * longest and self._is_new(i, batch):
@@ -281,7 +283,7 @@ class SoloStage:
         return memory.bound(wanted, quantum)
 
     def _first_two(self) -> tuple[int, int]:
-        """Around an even share of a fixed global batch, and never large."""
+        """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that and an eighth."""
         quantum, cap = self._quantum, self._model.bounds.asked
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SECOND if batch is None else min(SECOND, max(2, batch // len(self._model.live)))

@@ -1,9 +1,10 @@
 """The second stage: the real synchronous step, a few times, each predicted with what the last one showed.
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
-devices' own times are reported, one more point of every curve. The stage ends when the prediction no longer changes.
+devices' own times are reported, one more point of every curve. The stage ends when the prediction was tried, or
+promises less than half of the tolerance over what ran (0.2 % at a wall of memory; the tolerance once the race is over).
 One device alone, while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest device
-alone comes before the first split if it may beat that or is cheap: it is compared in any case, and starts no children.
+alone comes before the first split if there is time for both: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .ranking import LEAST_GAIN, worthwhile_gain
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and some run out of memory
 MOST_FAILED = 2  # after this many failed splits no more are tried
-NEAR_BATCH = 0.1  # relative: predicted global batches that differ by less from a measured one are not measured
-AT_REST = 1.3  # a device may be this many times as fast while the others are idle
+NEAR_BATCH = 0.1  # relative: predicted batches nearer to a measured one aren't measured: noise moves predictions
+AT_REST = 1.3  # a device may be this many times as fast while the others are idle: solo times have contention in them
 
 
 class SplitStage:

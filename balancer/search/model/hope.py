@@ -17,7 +17,7 @@ from .step_time import Point, merge_points
 
 BENT = 1.1  # times: slopes that differ by less are one slope
 RISEN = 0.03  # relative: times that differ by less are level
-CLEAR = 2.0  # standard errors: a gap in which less may hide shows nothing
+CLEAR = 2.0  # standard errors, 95 %: a gap in which less may hide shows nothing
 
 
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
@@ -56,6 +56,8 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
         return None
     width = (one.batch + other.batch) / 2 - one.batch
     if after > max(before, own / BENT):
+        # The bend is where the line from before and the line from after meet: halfway between where they do at the
+        # measured slope after the gap, and at the steepest that its error allows.
         last = points[right + 1]
         error = CLEAR * math.hypot(other.error * other.seconds, last.error * last.seconds) / (last.batch - other.batch)
         meets = [(steep - own) / (steep - before) for steep in (after, after + error)]

@@ -11,8 +11,8 @@ from evener.shares.costs import Cost, Work
 from .regression import fit_rates
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
-FEWEST_POINTS = 3
-CLEARLY = 4.0  # of squared standard errors
+FEWEST_POINTS = 3  # a cost has three rates: of a pass, of tokens, of tokens times lengths
+CLEARLY = 4.0  # two standard errors, squared: 95 %
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
