@@ -29,6 +29,7 @@ LARGEST_FILE_BYTES = 256 << 20
 LONGEST_LINE_BYTES = 8 << 20
 MOST_DEVICES = 4096
 LARGEST_NUMBER = 1e15
+NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
@@ -206,18 +207,27 @@ def read(path: Path, *, foreign: bool = False) -> Record:
     A `foreign` one may belong to anybody: it is shown, and nothing that it asks for is run.
     """
     content = read_trusted(path, foreign=foreign)
+    if foreign and b'"header"' not in content.partition(b"\n")[0]:
+        raise RequestError(f"{path} isn't the journal of a search.", NAME_ONE)
     *lines, incomplete = content.split(b"\n")
     if not lines:
-        raise RequestError(f"{path} holds no whole line.", "Delete the run: nothing was measured in it.")
-    header, *rest = (_entry(text, path, number) for number, text in enumerate(lines, 1))
+        raise RequestError(
+            f"{path} holds no whole line.", NAME_ONE if foreign else "Delete the run: nothing was measured in it."
+        )
+    header, *rest = (_entry(text, path, number, foreign) for number, text in enumerate(lines, 1))
     if not isinstance(header, Header):
         raise RequestError(f"{path}: line 1 isn't a header.", "The file is not a journal, or was changed.")
-    entries = tuple(_checked(entry, header, f"{path}: line {number}") for number, entry in enumerate(rest, 2))
+    entries = tuple(_checked(entry, header, f"{path}: line {number}", foreign) for number, entry in enumerate(rest, 2))
     return Record(header, entries, len(content) - len(incomplete))
 
 
-def _entry(text: bytes, path: Path, number: int) -> Entry:
-    remedy = f"Delete the file from line {number} on to keep what is above it."
+def _say_cut(line: str, foreign: bool) -> str:
+    """What to do about a broken line."""
+    return "Copy the file again." if foreign else f"Delete the file from {line} on to keep what is above it."
+
+
+def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
+    remedy = _say_cut(f"line {number}", foreign)
     if len(text) > LONGEST_LINE_BYTES:
         raise RequestError(f"{path}: line {number} is longer than any entry.", remedy)
     try:
@@ -255,10 +265,10 @@ def _too_new(path: Path, schema: int) -> RequestError:
     return RequestError(message, "Update evener on this machine.")
 
 
-def _checked(entry: Entry, header: Header, where: str) -> LaterEntry:
+def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
     """The entry; RequestError for a second header, and numbers that no measurement on the header's devices can have."""
     if isinstance(entry, Header):
-        raise RequestError(f"{where} is a second header.", "Delete the file from that line on.")
+        raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
     match entry:
         case AskedEntry():
             sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
@@ -269,9 +279,7 @@ def _checked(entry: Entry, header: Header, where: str) -> LaterEntry:
         case _:
             sound = True
     if not sound:
-        raise RequestError(
-            f"{where} holds numbers that no measurement has.", "Delete the file from it on to keep what is above it."
-        )
+        raise RequestError(f"{where} holds numbers that no measurement has.", _say_cut("that line", foreign))
     return entry
 
 
@@ -318,24 +326,26 @@ def _sane(numbers: Iterable[float]) -> bool:
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
     """The content of a plain file that isn't too large, and, unless `foreign`, is this user's to write alone."""
+    follow = 0 if foreign else os.O_NOFOLLOW
     with (
         as_request_error(f"The journal {path} can't be read", "List the runs with evener runs."),
-        os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream,
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | follow), "rb") as stream,
     ):
         _check_trust(path, os.fstat(stream.fileno()), foreign)
         return stream.read()
 
 
 def _check_trust(path: Path, status: os.stat_result, foreign: bool) -> None:
+    remedy = NAME_ONE if foreign else "Delete the run."
     if not stat.S_ISREG(status.st_mode):
-        raise RequestError(f"{path} is not a plain file.", "Delete the run.")
+        raise RequestError(f"{path} is not a plain file.", remedy)
     if not foreign and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise RequestError(
             f"{path} belongs to, or may be written by, somebody else, and is not trusted.",
             "If you know what is in it, make it yours and chmod 600 it.",
         )
     if status.st_size > LARGEST_FILE_BYTES:
-        raise RequestError(f"{path} is larger than any journal.", "Delete the run.")
+        raise RequestError(f"{path} is larger than any journal.", remedy)
 
 
 def _writing(path: Path, remedy: str) -> AbstractContextManager[None]:

@@ -34,6 +34,8 @@ SENTENCES = {
     "Leave --learn out, or give --noise-scale.",
     "request.learn_batch": "--learn trains at your script's own batch, which isn't known.\nAdd --own-batch.",
     "request.learned": "{seconds:g} s were too short for a noise scale, which takes 48 steps.\nGive --learn more time.",
+    "request.no_noise_here": "No training here has measured a noise scale.\n"
+    "Train with evener run --noise, some 400 steps.",
     "request.no_noise": "No noise scale was measured in {name!r}.\nTrain with evener run --noise, some 400 steps.",
 }
 MEASURES = {"": "", "run": ": evener run --noise measures it", "learn": ": evener balance --learn 60s measures it"}

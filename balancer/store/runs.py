@@ -135,12 +135,22 @@ def load_training(run: str) -> TrainingRecord | None:
 
 def load_noise(name: str) -> NoiseEntry:
     """The last noise scale of a training, by its name, or of the last that has one; RequestError if there is none."""
-    runs = [run for run in reversed(_list_ids()) if _is_training(run)] if name == "last" else [find_any(name)]
-    records = (training for run in runs if (training := load_training(run)) is not None)
-    found = (entry for one in records for entry in reversed(one.entries) if isinstance(entry, NoiseEntry))
-    if (entry := next(found, None)) is None:
-        raise refuse(Finding("request.no_noise", {"name": name}))
-    return entry
+    if name != "last":
+        if (entry := _find_noise(find_any(name))) is None:
+            raise refuse(Finding("request.no_noise", {"name": name}))
+        return entry
+    for run in reversed(_list_ids()):
+        with suppress(RequestError):  # as of a training whose journal is broken
+            if (entry := _find_noise(run)) is not None:
+                return entry
+    raise refuse(Finding("request.no_noise_here"))
+
+
+def _find_noise(run: str) -> NoiseEntry | None:
+    """The last noise scale of a training; None of one without, and of a search. RequestError if it can't be read."""
+    training = load_training(run)
+    entries = reversed(training.entries) if training is not None else ()
+    return next((entry for entry in entries if isinstance(entry, NoiseEntry)), None)
 
 
 def _is_training(run: str) -> bool:

@@ -15,11 +15,12 @@ from evener.balancer import journal
 from evener.balancer.result.learning import find_learning
 from evener.balancer.result.words import say
 from evener.balancer.store import replay
-from evener.balancer.store.runs import find, journal_path
+from evener.balancer.store.runs import find, journal_path, load_noise
 from evener.learning.noise_scale import NoiseScale, rate_gain, worth
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
 from evener.system.state_folders import runs_folder
 from evener.tui.cli.main import run
+from evener.tui.text.parsing import make_request
 
 KNOTS = {"A": ((1, 5), (200, 8), (1000, 20), (4000, 70)), "B": ((1, 6), (200, 12), (1000, 40), (4000, 140))}
 MACHINE = "".join(
@@ -110,10 +111,28 @@ def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: py
     batches = [batch for batch, _, _ in against["frontier"]]
     assert batches == sorted(set(batches))
     assert own in batches
+    broken = runs_folder() / "20260102-000000-bbbb"
+    broken.mkdir()
+    broken.joinpath(TRAINING_JOURNAL).write_text("{}\n{}\n")
+    assert load_noise("last").scale == scale, "what can't be read is skipped"
     folder.joinpath(TRAINING_JOURNAL).write_bytes(lines[0])
-    for wrong in ("last", "20260101-", "-3"):
-        assert run(["balance", "-d", "sim:machine.toml", "--noise-scale", wrong]) == 2
-    assert "No noise scale was measured" in capsys.readouterr().err
+    options = ["balance", "-d", "sim:machine.toml", "--noise-scale"]
+    for wrong, why in (
+        ("last", "No training here has measured a noise scale."),
+        ("20260101-", "No noise scale was measured in '20260101-'."),
+        *((rows, "a number of rows") for rows in ("-3", "0.5", "0", "1e30")),
+    ):
+        assert run([*options, wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert run([*options, "60", "--own-batch", "0"]) == 2
+    folder.joinpath(TRAINING_JOURNAL).write_bytes(b"".join(lines))
+    assert run([*options, "last", "--own-batch", "0"]) == 2
+    assert "--own-batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "rows"), [("1,000", 1000), ("1e5", 1e5), ("12,345,678.5", 12345678.5), ("1", 1)])
+def test_rows_are_typed_as_any_number(text: str, rows: float) -> None:
+    assert make_request(noise_scale=text).noise_scale == NoiseScale(rows, rows, rows, 0)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1e18))

@@ -44,8 +44,9 @@ async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any,
 
 def test_a_run_is_played_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Lines are what the search printed."""
-    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080"]) == 0
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--noise-scale", "3900"]) == 0
     searched = capsys.readouterr()
+    assert "worth in learning" in searched.out
     assert run(["replay", "last"]) == 0
     played = capsys.readouterr()
     assert played.out == searched.out
@@ -60,8 +61,22 @@ def test_a_journal_that_others_may_write_is_played_and_what_is_none_refused(
     path.write_bytes(JOURNALS[0].read_bytes())
     path.chmod(0o666)
     assert run(["replay", str(path)]) == 0
-    path.write_text("{}\n")
-    for wrong in (str(path), "nothing", str(tmp_path), "/dev/zero"):
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    assert run(["replay", str(link)]) == 0
+    with path.open("a") as stream:
+        stream.write("{}\n")
+    text = tmp_path / "README.md"
+    text.write_text("# A title\n\nA text.\n")
+    for wrong, said in (
+        (str(path), "is broken"),
+        (str(text), "isn't the journal of a search"),
+        ("nothing", ""),
+        (str(tmp_path), "is a folder"),
+        ("/dev/zero", "not a plain file"),
+    ):
         capsys.readouterr()
         assert run(["replay", wrong]) == 2, wrong
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+        assert "Delete" not in line

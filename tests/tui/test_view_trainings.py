@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
+from evener.learning.noise_scale import ENDLESS, NoiseScale
 from evener.live.files import LiveDevice, ShareChange, Training
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
@@ -296,6 +297,15 @@ def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> N
     (beside,) = heads(_only(script, make_ranks()), 8)
     assert "GPU" not in beside, "where there is no room for all devices, none is shown"
     assert "power 640 W" in beside
+
+
+@pytest.mark.parametrize(("high", "said"), [(6000.0, "2,700 rows"), (ENDLESS, "at least 2,700 rows")])
+def test_a_bound_of_the_noise_scale_is_drawn_as_one(high: float, said: str, script: Any) -> None:
+    noise = NoiseScale(2700.0, 2700.0, high, 400)
+    row = msgspec.structs.replace(_only(script, make_ranks()), noise=noise)
+    samples = script.sample(0), script.sample(1)
+    lines = training_graph_lines(row, samples, lambda *_: (2600.0, 2700.0), 100, 32, UNICODE)
+    assert any(f"noise scale {said}" in line.text for line in lines)
 
 
 @given(st.integers(1, 12), st.integers(20, 250), st.integers(1, 60))

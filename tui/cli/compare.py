@@ -26,6 +26,7 @@ from ..text.ranking_tables import (
     transfer_json,
     transfer_tables,
 )
+from ..text.summaries import frontier_table
 from ..text.tables import Form, csv_text
 from .options import SEARCH, TRAINING, WHAT, ExportOption, FormatOption, JsonOption, takes_request
 from .output import terminal_columns
@@ -66,6 +67,7 @@ def compare(
             print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
         else:
             tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
+            tables += [frontier_table(finished.findings)]
             tables += transfer_tables(profiled(session, finished))
             lines = [line for table in tables for line in table.lines(form, terminal_columns())]
             print("\n".join([*lines, *_words(finished, form)]), flush=True)

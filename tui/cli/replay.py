@@ -12,6 +12,7 @@ import typer
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished
 from evener.balancer.intake import read_job
+from evener.errors import RequestError
 
 from ..runtime.sessions import read_run, recorded_events
 from ..text.formatting import plain
@@ -36,7 +37,7 @@ def replay(
     theme: ThemeOption = None,
 ) -> None:
     """Play a run again from its journal: in the app on a terminal, as lines elsewhere. Nothing is measured."""
-    record = journal.read(Path(source), foreign=True) if Path(source).is_file() else read_run(source)
+    record = _read(source)
     read_job(record.header)  # its faults are raised before the screen opens
     if plain_text or not draws_screens():
         print_events(recorded_events(record))
@@ -44,6 +45,20 @@ def replay(
     from ..start import run_app
 
     raise typer.Exit(run_app("auto", theme=theme, played=record, speed=speed, ascii=ascii_only))
+
+
+def _read(source: str) -> journal.Record:
+    """The journal in a file or of a run; RequestError if it can't be read."""
+    path = Path(source)
+    if path.is_file():
+        return journal.read(path, foreign=True)
+    try:
+        return read_run(source)
+    except RequestError as fault:
+        if path.exists() and any(one.code.startswith("request.no_run") for one in fault.findings):
+            kind = "a folder" if path.is_dir() else "not a plain file"
+            raise RequestError(f"{source} is {kind}.", journal.NAME_ONE) from None
+        raise
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
@@ -54,6 +69,6 @@ def print_events(events: Iterable[Event]) -> Finished | None:
             print(plain(line), file=sys.stderr)
     finished = progress.state.finished
     if finished is not None:
-        lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns())
+        lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns(), finished.findings)
         print("\n".join(lines))
     return finished

@@ -19,7 +19,7 @@ from evener.devices.registry import find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
-from evener.learning.noise_scale import NoiseScale
+from evener.learning.noise_scale import ENDLESS, NoiseScale
 
 REQUEST_HELP = {
     "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), ray:HOST/gpu:0 or"
@@ -50,6 +50,8 @@ REQUEST_HELP = {
 }
 _FRAMEWORKS = ("tensorflow", "torch")
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_LIKE_ROWS = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?", re.IGNORECASE)  # no run's id
+_THOUSANDS = re.compile(r",(?=\d{3}(?!\d))")
 _PART = re.compile(r"(?<![\d.])(\d++(?:\.\d++)?+) *+(ms|s|min|m|h|d)(?![a-z]) *")  # linear: no digit is read twice
 
 
@@ -73,7 +75,7 @@ def make_request(
         fields["max_slowdown"] = _parse_part(max_slowdown)
     if noise_scale is not None:
         fields["noise_scale"], own_batch = _parse_noise_scale(noise_scale)
-        fields["own_batch"] = fields.get("own_batch") or own_batch
+        fields["own_batch"] = own_batch if fields.get("own_batch") is None else fields["own_batch"]
     return Request(
         workload=workload,
         framework=framework or _default_framework(workload),
@@ -92,12 +94,12 @@ def _parse_part(text: str) -> float:
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
     """The noise scale, given in rows or by the training that measured it, and the batch of that training."""
-    if not re.fullmatch(r"[\d.]{1,12}", text):
+    if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
         return measured.scale, measured.batch or None
-    rows = _parse_number(text, "--noise-scale")
-    if rows <= 0:
-        raise _misread("--noise-scale", text, "a number of rows above 0", "3900")
+    rows = _parse_number(_THOUSANDS.sub("", text), "--noise-scale")
+    if not 1 <= rows < ENDLESS:
+        raise _misread("--noise-scale", text, "a number of rows, 1 or more", "3900")
     return NoiseScale(rows, rows, rows, 0), None
 
 

@@ -16,7 +16,7 @@ from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry,
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 
 from .formatting import energy_cells, folded, plain
-from .tables import align
+from .tables import Table, align
 
 
 def summary_lines(
@@ -26,7 +26,8 @@ def summary_lines(
 
     With `width`, that of a terminal, sentences are broken between words.
     """
-    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels), *frontier_lines(said or Said())]
+    frontier = ["", *learning] if (learning := frontier_table(said or Said()).lines()) else []
+    lines = [*share_table(plan, labels), "", *rival_lines(plan, labels), *frontier]
     for warning in plan.warnings:
         lines += folded(f"warning: {plain(warning)}", width, "  ")
     return [*lines, "", *folded(plain(verdict, 2000), width)] if verdict else lines
@@ -61,10 +62,10 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
     ]
 
 
-def frontier_lines(said: Said) -> list[str]:
+def frontier_table(said: Said) -> Table:
     """A table of the batches that are faster than all smaller ones, and what they are worth in learning, if known."""
     rows = [(str(batch), rate(speed), rate(value)) for batch, speed, value in find_frontier(said)]
-    return ["", *align([("batch", "samples/s", "worth in learning"), *rows], numbers_from=0), ""] if rows else []
+    return Table("", [("batch", "samples/s", "worth in learning"), *rows], 0)
 
 
 def _write_energy(figure: Throughput) -> str:

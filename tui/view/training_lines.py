@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
-from evener.learning.noise_scale import describe, write_rows
+from evener.learning.noise_scale import ENDLESS, NoiseScale, describe, write_rows
 from evener.live.files import ShareChange
 
 from ..text.formatting import plain
@@ -277,7 +277,7 @@ def _choose(row: TrainingRow, keys: Mapping[str, str], history: History, ticks: 
         for label, values in zip(keys, speeds, strict=True)
     ]
     power = [_power(_add([history(key, "power_watts", ticks) for key in keys.values()]))] if row.watts else []
-    noise = [_noise(history(row.training, "noise_scale", ticks))] if row.noise else []
+    noise = [_noise(row.noise, history(row.training, "noise_scale", ticks))] if row.noise else []
     every = [*whole, *(each if len(each) > 1 or not whole else ()), *power, *noise]
     return every if len(every) <= most else [*whole, *power, *noise][:most]
 
@@ -287,9 +287,9 @@ def _power(values: Values) -> Graph:
     return Graph("power", watts(_newest(values)), values, top, watts(top), "power")
 
 
-def _noise(values: Values) -> Graph:
-    top = nice_ceiling(_highest([values]))
-    return Graph("noise scale", f"{write_rows(_newest(values))} rows", values, top, short(top), "accent")
+def _noise(noise: NoiseScale, values: Values) -> Graph:
+    top, least = nice_ceiling(_highest([values])), "at least " * (noise.high >= ENDLESS)
+    return Graph("noise scale", f"{least}{write_rows(_newest(values))} rows", values, top, short(top), "accent")
 
 
 def _whole(row: TrainingRow, values: Values) -> Graph:
