@@ -1,10 +1,11 @@
 """A short training of a workload at its script's own batch, on one device, that measures the gradient's noise scale.
 
-A batch is computed as two halves, which are compared; the search then starts anew.
+A batch is computed in two or more equal parts, which are compared; the search then starts anew.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from .result.words import refuse
 from .store.locks import lock_devices
 from .types import Finding
 
-HALVES = 2
+FEWEST_PARTS = 2
 
 
 class Lesson(msgspec.Struct, frozen=True):
@@ -73,6 +74,11 @@ def learn(job: Job, seconds: float) -> Request:
     return msgspec.structs.replace(request, noise_scale=found.scale, own_batch=found.batch)
 
 
+def count_parts(batch: int, pass_rows: int | None) -> int:
+    """Equal parts of a batch, at least two, of no more rows than a pass has in the script where that is known."""
+    return max(FEWEST_PARTS, math.ceil(batch / (pass_rows or batch)))
+
+
 def main(lesson: Lesson) -> Learned:
     """Train in this process, and measure."""
     if lesson.cores:
@@ -80,12 +86,13 @@ def main(lesson: Lesson) -> Learned:
     workload: Any = registry.build(lesson.workload, lesson.place, lesson.settings, "torch")  # PyTorch's alone
     own = workload.own_batch
     batch = lesson.batch or own
-    if batch is None or batch < HALVES:
+    if batch is None or batch < FEWEST_PARTS:
         return Learned(None)
-    workload.prepare((batch // HALVES,))
+    parts = count_parts(batch, workload.recipe.pass_rows)
+    workload.prepare((batch // parts,))
     window, end = NoiseWindow(), time.monotonic() + lesson.seconds
     while time.monotonic() < end:
-        window.add(workload.learn(HALVES))
+        window.add(workload.learn(parts))
     return Learned(batch, window.scale())
 
 

@@ -94,12 +94,12 @@ def count_lengths() -> int:
     return 0 if recipe.data.lengths is None else len(recipe.data.lengths.tokens)
 
 
-def own_batch() -> int | None:
+def own_batch() -> tuple[int | None, int | None]:
     """Of a Trainer that accumulates two batches."""
     trainer = a_trainer()
     trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps = 6, 2
     recipe = find_recipe("train.py:build", trainer)
-    return recipe.own_batch if recipe else None
+    return (recipe.own_batch, recipe.pass_rows) if recipe else (None, None)
 
 
 def refuse(built: Any) -> str:
@@ -137,7 +137,7 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     assert found["turns"] == ["forward", "check"] * 3, "no pass is queued before the one before has been computed"
     assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
     assert found["lengths"] == 32
-    assert found["own batch"] == 12
+    assert found["own batch"] == (12, 6)
     assert "without data" in found["no data"]
     assert "optimizes by hand" in found["by hand"]
     assert found["neither"] == "None"

@@ -191,8 +191,9 @@ def _from_trainer(trainer: Any) -> Recipe:
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
     data = _to_data(rows, collate, workers, pinned, lengths=lengths)
-    own = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-    return Recipe(LossModule(trainer.model, compute), optimizer, None, data, own)
+    fitting = trainer.args.train_batch_size
+    own = fitting * trainer.args.gradient_accumulation_steps
+    return Recipe(LossModule(trainer.model, compute), optimizer, None, data, own, fitting)
 
 
 def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
@@ -208,7 +209,7 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
     if optimizer is None:
         raise RequestError(f"{name}: configure_optimizers gives no optimizer.", "Return one.")
     own = given.batch_size if isinstance(given, DataLoader) else None
-    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given), own)
+    return Recipe(LossModule(module, compute), optimizer, None, _read_data(given), own, own)
 
 
 def _read_data(given: Any) -> Data:

@@ -46,6 +46,7 @@ class Recipe(msgspec.Struct, frozen=True):
     loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # to train on; None: batches are made
     own_batch: int | None = None  # rows of a step in the user's training, where that is known
+    pass_rows: int | None = None  # rows of a forward pass there, which surely fit
 
 
 DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)
