@@ -26,6 +26,7 @@ from .optimizers import find
 from .sharded import Sharded
 
 INDEX = "model.safetensors.index.json"  # as transformers calls it
+WHOLE = "model.safetensors"  # a model in one file
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
 _FOREIGN: dict[str, Any] = {"groups": [], "names": [], "optimizer": {}, "counters": {}, "extra": None}
@@ -91,7 +92,7 @@ def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
 def _buffers(model: Any) -> Tensors:
     return {
         f"{path}.{name}".lstrip("."): buffer.detach().cpu().clone()
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
@@ -103,12 +104,14 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
         slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
         kinds = (kind for slot in slots for kind, value in optimizer.state[slot.piece].items() if _is_shard(value))
         for kind in dict.fromkeys(kinds):
-            values = {slot.names[0]: optimizer.state[slot.piece].get(kind) for slot in slots}
+            values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
+            values = {slot: value for slot, value in values.items() if _is_shard(value)}
             shard = torch.zeros(flat.stop - flat.start, dtype=_dtype(values), device=flat.shard.device)
-            for slot in slots:
+            for slot, value in values.items():
                 low, high = flat.range_of(slot)
-                shard[low:high].copy_(values[slot.names[0]])
-            yield {f"{name}/{kind}": tensor for name, tensor in _whole(flat, shard).items() if name in values}
+                shard[low:high].copy_(value)
+            names = {slot.names[0] for slot in values}
+            yield {f"{name}/{kind}": tensor for name, tensor in _whole(flat, shard).items() if name in names}
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
@@ -125,8 +128,8 @@ def _is_shard(value: Any) -> bool:
     return bool(torch.is_tensor(value) and value.ndim == 1)
 
 
-def _dtype(values: Mapping[str, Any]) -> Any:
-    return next(value.dtype for value in values.values() if value is not None)
+def _dtype(values: Mapping[Any, torch.Tensor]) -> Any:
+    return next(value.dtype for value in values.values())
 
 
 def _sharded_of(optimizer: Any) -> Sharded:
@@ -194,6 +197,8 @@ class _Writer:
 
     def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        if (self._folder / WHOLE).exists():
+            raise RequestError(f"{WHOLE} is there, which transformers would read instead", "Name another folder.")
         _safetensors()
 
     def write(self, kind: str, tensors: Tensors) -> None:
@@ -252,14 +257,16 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
         for flat in _flats(sharded):
             flat.shard.copy_(reader.read(flat, "", flat.shard.dtype))
         reader.read_buffers(model)
+    state = {} if optimizer is None else _read_optimizer(reader, sharded, optimizer, own)
+    _agree(reader.fault, "Load another checkpoint: the model has a part of this one.")
     if optimizer is not None:
-        _load_optimizer(reader, sharded, optimizer, own)
+        optimizer.load_state_dict(state)
         sharded.held.note_state(optimizer)
     return own["extra"]
 
 
-def _load_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]) -> None:
-    """Give the optimizer this rank's shard of its state."""
+def _read_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """This rank's shard of the optimizer's state."""
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
     for name, value in own["counters"].items():
@@ -280,7 +287,7 @@ def _load_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict
     for group in own["groups"]:
         groups.append({**group, "params": list(range(first, first + group["params"]))})
         first += group["params"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 class _Reader:
@@ -289,6 +296,7 @@ class _Reader:
     def __init__(self, folder: Path, reads: bool) -> None:
         self._folder, self._reads = folder, reads
         self._maps: dict[str, str] = {}
+        self.fault = ""
 
     def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
         """Read the index, and check that it is of this model; returns what evener wrote in it."""
@@ -318,6 +326,8 @@ class _Reader:
                     f"{name} is {tuple(found)} there, and {tuple(shape)} here.", "Load it where it fits."
                 )
         if optimizer is not None:
+            for name in own["optimizer"]:
+                self._slice(name).get_shape()
             missing = set(_names(sharded, optimizer)) ^ set(own["names"])
             if missing or len(own["groups"]) != len(optimizer.param_groups):
                 raise RequestError("its optimizer has other parameters or groups", "Make the same optimizer.")
@@ -339,16 +349,16 @@ class _Reader:
         for slot in flat.slots if self._reads else ():
             name = next((name + kind for name in slot.names if name + kind in self._maps), None)
             if name is not None:
-                whole[slot.start : slot.start + slot.numel].copy_(
-                    _get(self._folder / self._maps[name], name).reshape(-1)
-                )
+                found = self._get(name)
+                if found is not None:
+                    whole[slot.start : slot.start + slot.numel].copy_(found.reshape(-1))
         with own_collectives():
             dist.broadcast(whole, 0)
         return whole[flat.start : flat.stop]
 
     def read_values(self, names: list[str]) -> dict[str, Any]:
         """Small tensors by name, on every rank."""
-        found = {name: _get(self._folder / self._maps[name], name) for name in names if name in self._maps}
+        found = {name: self._get(name) for name in names if name in self._maps}
         told = [found]
         with own_collectives():
             dist.broadcast_object_list(told, 0)
@@ -357,9 +367,14 @@ class _Reader:
     def read_buffers(self, model: Any) -> None:
         """Fill the model's buffers."""
         for name, tensor in self.read_values(list(_buffers(model))).items():
-            model.get_buffer(name).copy_(tensor)
+            if tensor is not None:
+                model.get_buffer(name).copy_(tensor)
 
-
-def _get(path: Path, name: str) -> Any:
-    with _safetensors().safe_open(path, "pt") as opened:
-        return opened.get_tensor(name)
+    def _get(self, name: str) -> Any:
+        """A tensor of the checkpoint; None where it can't be read, which is kept for `fault`: other ranks wait."""
+        try:
+            with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:
+                return opened.get_tensor(name)
+        except Exception as error:
+            self.fault = self.fault or f"The checkpoint {self._folder} can't be read: {str(error).rstrip('.')}."
+            return None

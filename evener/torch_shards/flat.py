@@ -139,6 +139,7 @@ class Flat:
 
     def take(self, slot: Slot) -> None:
         """Take the gradient that a backward pass left at a whole parameter."""
+        self.receive()  # of an earlier use of the unit
         if self._grads is None:
             self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
             self.held.add("gathered", _size(self._grads))
@@ -196,6 +197,17 @@ class Flat:
         for slot in self.slots:
             if not slot.received:
                 slot.received, slot.before, slot.piece.grad = True, slot.piece.grad is not None, None
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before it."""
+        for work in self._work:
+            work.wait()
+        if self._grads is not None:
+            self.held.add("gathered", -_size(self._grads))
+        self._work, self._grads = [], None
+        for slot in self.slots:
+            slot.received = slot.before = slot.fired = False
+            slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
         """After a backward pass, give each piece its gradient, but for parameters that no rank used."""

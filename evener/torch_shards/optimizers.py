@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, reduce
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -74,20 +75,28 @@ def sum_norms(norm: Callable[..., Any], tensors: list[Any], kind: float, *option
     if not own:
         return norm(tensors, kind, *options, **named)
     strict = options[0] if options else named.pop("error_if_nonfinite", False)
+    if kind == 0:
+        raise RequestError("norm_type=0 counts tensors, and ranks have pieces of them.", "Clip by another norm.")
     parts = [each for each in own if each.numel()]
-    total = norm(parts, kind) if parts else torch.zeros((), dtype=own[0].dtype, device=own[0].device)
-    if kind in (float("inf"), float("-inf")):
-        _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
-    else:
-        total = total**kind
-        _reduce(total, dist.ReduceOp.SUM)
-        total = total ** (1 / kind)
+    total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
+    total = total.to(reduce(torch.promote_types, {each.dtype for each in own}))
     rest = [each for each in tensors if id(each) not in shards]
     if rest:
         total = norm([total, *rest], kind)
     if strict and not torch.isfinite(total):
         raise RuntimeError(f"The norm of the gradients is {float(total)}, so they can't be clipped.")
     return total
+
+
+def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
+    """The norm over all ranks in float64, as powers of half precision overflow; None is a rank without elements."""
+    if kind in (float("inf"), float("-inf")):
+        total = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64) if own is None else own.double()
+        _reduce(total, dist.ReduceOp.MAX if kind > 0 else dist.ReduceOp.MIN)
+        return total
+    total = torch.zeros((), dtype=torch.float64, device=device) if own is None else own.double() ** kind
+    _reduce(total, dist.ReduceOp.SUM)
+    return total ** (1 / kind)
 
 
 def _reduce(tensor: torch.Tensor, operation: Any) -> None:
@@ -110,7 +119,7 @@ def _before_step(optimizer: Any, _: Any, __: Any) -> None:
             "Make the optimizer after split.shard.",
         )
     if find(optimizer) is not None:
-        if not isinstance(optimizer, ELEMENTWISE):
+        if unwrap(type(optimizer).step) not in {unwrap(kind.step) for kind in ELEMENTWISE}:
             raise RequestError(
                 f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's ranks have pieces.",
                 "Use AdamW, SGD or another of torch.optim whose steps are taken element by element.",

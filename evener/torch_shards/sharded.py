@@ -7,7 +7,9 @@ rank holds of a gradient is its shard. All ranks compute the same units in the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +21,8 @@ from ..torch_split.collectives import own_collectives
 from .flat import ShardPlace
 from .ledger import Ledger
 from .unit import Unit, find_parameters
+
+_SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)  # outputs without tensors
 
 
 def _nothing(*_: Any) -> None:
@@ -43,7 +47,6 @@ class Sharded:
         self.begun: Callable[[Any, Any], None] = _nothing
         self.done: Callable[[], None] = _nothing
         self._dtype = dtype
-        self._buffers = [each.detach() for each in model.buffers()]
         self._follows: dict[Unit, Unit] = {}  # the unit that was computed next in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # that was computed in this forward pass
@@ -54,6 +57,7 @@ class Sharded:
         self._sending: Unit | None = None
         self._flags: Any = None  # which parameters any rank used, on its way
         self._hook()
+        self._spread_buffers()
 
     def _hook(self) -> None:
         own = weakref.proxy(self)
@@ -106,8 +110,10 @@ class Sharded:
             following.begin_gather()
 
     def _start(self) -> None:
-        self._task = None  # also after a backward pass that ended with an error
-        self._flags = None
+        if self._task is not None:  # the last backward pass ended with an error
+            for unit in [self.root, *self.units]:
+                unit.forget()
+        self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
             unit.check_unchanged()
             unit.free()  # a step may have moved its weights
@@ -126,10 +132,18 @@ class Sharded:
                     each.free()
         if not trains or unit not in (self.root, self._final):
             unit.free()
+        unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
         """Have the backward pass gather the unit; False where there won't be one."""
-        watched = [each for each in tensors_in(_plain(outputs)) if each.requires_grad]
+        seen = list(_look_into(outputs))
+        watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
+        hiding = next((type(each).__name__ for each in seen if not isinstance(each, torch.Tensor)), None)
+        if hiding is not None and not watched:
+            raise RequestError(
+                f"{unit.name or 'The model'} returns a {hiding}, whose tensors can't be seen.",
+                "Return tensors, tuples, dicts or a dataclass.",
+            )
         for each in watched if unit is not self.root else ():  # whose outputs are watched
             each.register_hook(lambda _: self.begin_backward(unit))
         return bool(watched)
@@ -144,8 +158,14 @@ class Sharded:
 
     def arm(self, batch: Any) -> None:
         """A backward pass through an output begins, or goes on with this batch."""
+        if torch.is_grad_enabled():
+            raise RequestError(
+                "A sharded model has no gradients of gradients (create_graph=True).", "Leave create_graph out."
+            )
         begins = self._task is None
         if begins:
+            if self.root.gathered:
+                self.root.gather()  # it may be hidden
             self._task = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self.begun(batch, batch if begins else self._passing)
@@ -199,14 +219,20 @@ class Sharded:
         flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
         with own_collectives():
             self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
-            if self._buffers:
-                dist._broadcast_coalesced(dist.group.WORLD, self._buffers, 250 << 20, 0)
+        self._spread_buffers()
         if not all(fired):
             self._flags[0].wait()
             fired = flags.tolist()
         used = iter(fired)
         for flat in trained:
             flat.settle([bool(next(used)) for _ in flat.slots])
+
+    def _spread_buffers(self) -> None:
+        """Copy the first rank's buffers to every rank; the model may have other ones than before."""
+        buffers = [each.detach() for each in self.root.module.buffers()]
+        if buffers:
+            with own_collectives():
+                dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError("A sharded model can't be copied.", "Copy it before split.shard, or use split.model_state.")
@@ -271,9 +297,29 @@ def _mark_end(sharded: Any, unit: Unit, inputs: Any) -> Any:
     return each_tensor(lambda tensor: marked.get(id(tensor), tensor), inputs)
 
 
-def _plain(outputs: Any) -> Any:
-    """Outputs as tuples, lists and mappings: dataclasses hide their tensors."""
-    return vars(outputs) if hasattr(outputs, "__dataclass_fields__") and not isinstance(outputs, Mapping) else outputs
+def _look_into(outputs: Any) -> Iterator[Any]:
+    """The tensors in outputs, and the objects that may hide some."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, _SIMPLE):
+        return
+    elif (items := _items(outputs)) is None:
+        yield outputs
+    else:
+        for each in items:
+            yield from _look_into(each)
+
+
+def _items(outputs: Any) -> Iterable[Any] | None:
+    """What a container has; None of any other object."""
+    if isinstance(outputs, Mapping):
+        return outputs.values()
+    if isinstance(outputs, tuple | list):
+        return outputs
+    if isinstance(outputs, SimpleNamespace):
+        return vars(outputs).values()
+    fields = getattr(outputs, "__dataclass_fields__", None)
+    return None if fields is None else [getattr(outputs, name, None) for name in fields]
 
 
 def _in_backward() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +26,29 @@ class Parameter:
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Parameter]]:
     """The parameters of each unit by its name; "" has those of no unit, or of several."""
     found: dict[int, Parameter] = {}
-    unit_of = {id(module): name for name, unit in units.items() for module in unit.modules()}
-    for path, module in model.named_modules():
+    for path, module, unit in _walk("", model, "", {id(each): name for name, each in units.items()}):
         for name, tensor in module._parameters.items():
             if tensor is None:
                 continue
             each = found.setdefault(id(tensor), Parameter(tensor))
             each.names.append(f"{path}.{name}".lstrip("."))
-            each.owners.append((module, name))
-            each.units.add(unit_of.get(id(module), ""))
+            if (module, name) not in each.owners:
+                each.owners.append((module, name))
+            each.units.add(unit)
             _check_kind(each.names[0], tensor)
     sorted_: dict[str, list[Parameter]] = {"": [], **{name: [] for name in units}}
     for each in found.values():
         sorted_[next(iter(each.units)) if len(each.units) == 1 else ""].append(each)
     return sorted_
+
+
+def _walk(path: str, module: Any, unit: str, units: Mapping[int, str]) -> Iterator[tuple[str, Any, str]]:
+    """Modules, each in all its places, with the unit that each place is in."""
+    unit = units.get(id(module), unit)
+    yield path, module, unit
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(f"{path}.{name}".lstrip("."), child, unit, units)
 
 
 def _check_kind(name: str, tensor: Any) -> None:
@@ -64,6 +73,7 @@ class Unit:
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
+        self.hidden = False  # gathered, while the modules have the pieces
         self.unsent = False  # there may be gradients that weren't summed
         self._work: list[Any] | None = None  # of a gather that is under way
 
@@ -74,14 +84,21 @@ class Unit:
 
     def gather(self) -> None:
         """Have the modules compute with whole parameters."""
-        if self.gathered:
+        if self.gathered and not self.hidden:
             return
         self.begin_gather()
         for work in self._work or ():
             work.wait()
-        self._work, self.gathered = None, True
+        self._work, self.gathered, self.hidden = None, True, False
         for slot in self.slots:
             slot.point_to(slot.whole)
+
+    def hide(self) -> None:
+        """Keep the whole parameters for the backward pass, while the model's parameters are this rank's pieces."""
+        if self.gathered:
+            self.hidden = True
+            for slot in self.slots:
+                slot.point_to(slot.piece)
 
     def free(self) -> None:
         """Drop the whole parameters; the modules have this rank's pieces."""
@@ -89,7 +106,7 @@ class Unit:
             self.gather()
         if not self.gathered:
             return
-        self.gathered = False
+        self.gathered = self.hidden = False
         for slot in self.slots:
             slot.point_to(slot.piece)
         for flat in self.flats:
@@ -105,6 +122,12 @@ class Unit:
         """Wait for the sum."""
         for flat in self.trained:
             flat.receive()
+
+    def forget(self) -> None:
+        """Drop the gradients of a backward pass that didn't end, and those accumulated before it."""
+        self.unsent = False
+        for flat in self.trained:
+            flat.forget()
 
     def check_unchanged(self) -> None:
         """RequestError if a parameter was frozen, unfrozen or converted since the model was sharded."""

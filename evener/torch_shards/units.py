@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList
@@ -26,7 +26,7 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
             if blocks
             else dict(_by_size("", model, _count(model) / PARTS))
         )
-    kinds = tuple(wanted) if isinstance(wanted, Sequence) else (wanted,)
+    kinds = [each for item in (wanted if isinstance(wanted, Sequence) else (wanted,)) for each in _in_list(item)]
     classes = tuple(each for each in kinds if isinstance(each, type))
     modules = {id(each) for each in kinds if isinstance(each, Module)}
     found = dict(_outermost("", model, classes, modules))
@@ -35,6 +35,11 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
             "None of the model's modules is one of units=.", "Give classes of its blocks, or the blocks themselves."
         )
     return found
+
+
+def _in_list(wanted: Any) -> Iterable[Any]:
+    """The modules in a ModuleList or ModuleDict, which isn't called itself; else what is given."""
+    return tuple(wanted.children()) if isinstance(wanted, ModuleList | ModuleDict) else (wanted,)
 
 
 def _outermost(name: str, module: Any, classes: tuple[type, ...], modules: set[int]) -> Iterator[tuple[str, Any]]:

@@ -110,6 +110,35 @@ def test_a_folder_that_cannot_be_written_is_said_on_every_rank(trained: list[Any
         assert "RequestError: The checkpoint /dev/full/there can't be written" in rank["full disk"]
 
 
+def test_a_broken_checkpoint_is_said_on_every_rank_before_weights_are_overwritten(trained: list[Any]) -> None:
+    for rank in trained:
+        for name, words in (("gone", "can't be loaded"), ("cut", "can't be loaded"), ("other", "Name another folder")):
+            said, unchanged = rank["broken"][name]
+            assert "RequestError: The checkpoint" in said
+            assert words in said
+            assert unchanged
+        said, without_state = rank["broken"]["bad disk"]
+        assert "can't be read: Input/output error" in said
+        assert without_state
+
+
+def test_parameters_of_one_type_may_have_other_kinds_of_state(trained: list[Any]) -> None:
+    state = trained[0]["kinds"]["state"]
+    first, others = (group["params"] for group in trained[0]["kinds"]["param_groups"])
+    assert all("momentum_buffer" in state[each] for each in first)
+    assert all("momentum_buffer" not in state[each] and "square_avg" in state[each] for each in others)
+
+
+def test_buffers_are_those_of_the_first_rank(trained: list[Any]) -> None:
+    assert [rank["buffers"] for rank in trained] == [[5, 11]] * 3
+
+
+def test_the_norm_of_half_precision_does_not_overflow(trained: list[Any]) -> None:
+    elements = sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
+    for rank in trained:
+        assert rank["norm in half"] == pytest.approx(50 * elements**0.5, rel=1e-2)
+
+
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     """NCCL's uneven lists."""
     ranks = gpu_ranks("tests.support.torch_shard_programs.train_all", 2, SMALL, "")
@@ -134,6 +163,9 @@ def test_blocks_and_what_is_as_large_are_units() -> None:
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2"]
     model.head = torch.nn.Linear(programs.WIDTH, 100)
     assert list(choose_units(model, None)) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    assert list(choose_units(model, model.blocks)) == ["blocks.0", "blocks.1", "blocks.2"]
+    model.named = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2)})
+    assert list(choose_units(model, [model.named, torch.nn.GRU, model.head])) == ["head", "named.one"]
     layers = torch.nn.Sequential(*(torch.nn.Linear(programs.WIDTH, programs.WIDTH) for _ in range(9)))
     assert list(choose_units(layers, None)) == [str(number) for number in range(9)]
 

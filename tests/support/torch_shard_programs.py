@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
+from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 
 from evener.plan.file import make_layout
 from evener.torch_rows.sampler import UnevenBatchSampler
+from evener.torch_shards import checkpoint as checkpoint_module
 from evener.torch_shards.ledger import count_gathered
 from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
@@ -32,6 +38,8 @@ class Block(torch.nn.Module):
         self.normal = torch.nn.LayerNorm(WIDTH)
         self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
         self.unused = torch.nn.Parameter(torch.ones(3)) if case.unused else None
+        self.hides, self.first = case.hides, False
+        self.shared: Any = torch.nn.Identity()
         self.low = self.high = None
         if case.adapters:
             self.low, self.high = torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH, bias=False)
@@ -40,7 +48,24 @@ class Block(torch.nn.Module):
         hidden = self.down(torch.nn.functional.gelu(self.up(self.normal(rows))))
         if self.low is not None and self.high is not None:
             hidden = hidden + self.high(self.low(rows))
-        return rows + scale * hidden
+        rows = rows + scale * self.shared(hidden)
+        if self.hides:
+            return SimpleNamespace(rows=rows) if self.first else (Rows(rows), 1)
+        return rows
+
+
+@dataclass
+class Rows:
+    """What a block returns."""
+
+    rows: torch.Tensor
+
+
+def shown(outputs: Any) -> Any:
+    """The rows that a block returned."""
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    return getattr(outputs, "rows", outputs)
 
 
 class Model(torch.nn.Module):
@@ -58,6 +83,11 @@ class Model(torch.nn.Module):
             self.head.weight = self.words.weight
         if case.tied_blocks:
             self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[0].first = True
+        if case.shared:
+            layer = torch.nn.Linear(WIDTH, WIDTH)
+            for block in self.blocks:
+                block.shared = layer
         self.rare = torch.nn.Parameter(torch.ones(WIDTH)) if case.unused else None
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.inner = torch.tensor(0.0)
@@ -68,9 +98,9 @@ class Model(torch.nn.Module):
             self.seen += 1
         if self.rare is not None and bool((inputs == 0).all(1).any()):  # in a row that one rank has
             rows = rows + (inputs == 0).all(1)[:, None, None] * self.rare
-        for number in (0, 1, 2, 1) if self.case.again else (0, 1, 2):
+        for number in self.case.order:
             if self.case.checkpoint is None:
-                rows = self.blocks[number](rows, scale=0.5)
+                rows = shown(self.blocks[number](rows, scale=0.5))
             else:
                 rows = checkpoint(self.blocks[number], rows, use_reentrant=self.case.checkpoint)
         if self.recurrent is not None:
@@ -93,7 +123,11 @@ class ShardCase(msgspec.Struct, frozen=True):
     tied_blocks: bool = False
     unused: bool = False
     recurrent: bool = False
-    again: bool = False  # one block computes twice
+    order: tuple[int, ...] = (0, 1, 2)  # in which blocks compute
+    shared: bool = False  # a layer that all blocks have
+    hides: bool = False  # blocks return a namespace, and a dataclass in a tuple
+    late: bool = False  # the optimizer is made after a forward pass, and gradients are cleared after each
+    fails: bool = False  # a backward pass in between ends with an error
     checkpoint: bool | None = None  # of activations, reentrant or not
     mapping: bool = False
     inner: bool = False  # a loss of what a block gave
@@ -112,10 +146,16 @@ CASES = {
     "passes, counted, accumulated": ShardCase("momentum", micros=(3, 2, 1, 1), accumulate=2),
     "frozen": ShardCase(frozen=("words", "blocks.0", "blocks.1.up"), clip=0.1),
     "adapters": ShardCase(frozen=("words", "blocks", "head"), adapters=True),
-    "unused, tied over blocks": ShardCase(unused=True, tied_blocks=True, again=True),
+    "unused, tied over blocks": ShardCase(unused=True, tied_blocks=True, order=(0, 1, 2, 1)),
     "checkpointed": ShardCase(checkpoint=False, clip=0.1),
-    "checkpointed, reentrant": ShardCase("momentum", checkpoint=True, again=True),
+    "checkpointed, reentrant": ShardCase("momentum", checkpoint=True, order=(0, 1, 2, 1)),
     "an inner loss, a penalty": ShardCase(inner=True, penalty=1e-2, recurrent=True),
+    "a block twice in a row": ShardCase("momentum", order=(0, 1, 1, 2), clip=0.1),
+    "one block, twice": ShardCase(order=(0, 0)),
+    "a layer in all blocks": ShardCase("momentum", shared=True),
+    "hidden outputs": ShardCase(hides=True, clip=0.1),
+    "cleared late": ShardCase(late=True, clip=0.1),
+    "a failed pass": ShardCase("momentum", fails=True, clip=0.1),
     "weighted by loss": ShardCase("momentum", by_loss=True, clip=0.1),
     "units by class": ShardCase("momentum", units="linear"),
     "units by size": ShardCase(units="size"),
@@ -131,13 +171,17 @@ def make_model(case: ShardCase) -> Model:
     return model
 
 
+class NamedAdamW(torch.optim.AdamW):
+    """One of a program's own, which steps as torch's."""
+
+
 def make_optimizer(case: ShardCase, model: Any) -> torch.optim.Optimizer:
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     plain = [each for name, each in named if case.groups and "bias" in name]
     rest = [each for name, each in named if not (case.groups and "bias" in name)]
     groups = [{"params": rest}, *([{"params": plain, "weight_decay": 0.0}] if plain else [])]
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(groups, 1e-2, weight_decay=0.1)
+        return (NamedAdamW if case.late else torch.optim.AdamW)(groups, 1e-2, weight_decay=0.1)
     return torch.optim.SGD(groups, 0.1, momentum=0.9, weight_decay=1e-2)
 
 
@@ -156,6 +200,8 @@ def objective(case: ShardCase, model: Any, inputs: Any, labels: Any) -> Any:
         loss = loss + model.inner
     if case.penalty:
         loss = loss + case.penalty * sum((each**2).sum() for each in model.parameters() if each.requires_grad)
+    if case.late:
+        model.zero_grad()
     return loss
 
 
@@ -166,7 +212,8 @@ def finish(case: ShardCase, step: int, model: Any, update: torch.optim.Optimizer
             kind = float("inf") if "momentum" in case.optimizer and not case.by_loss else 2.0
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip, kind))
         update.step()
-        update.zero_grad()
+        if not case.late:
+            update.zero_grad()
     return norm
 
 
@@ -209,11 +256,15 @@ def start(case: ShardCase, world: int) -> tuple[Split, Any]:
 def train(case: ShardCase, world: int) -> dict[str, Any]:
     """What this rank learns."""
     split, model = start(case, world)
+    if case.late:
+        validate(split, model)
     update = make_optimizer(case, model)
     norms: list[float] = []
     loader = split.loader(data(), seed=2)
     while len(norms) < STEPS:
         for batch in loader:
+            if case.fails and len(norms) in (0, 2):
+                fail(case, model, batch)
             compute(case, split, model, batch)
             norms.append(finish(case, len(norms), model, update))
             if case.validate:
@@ -222,6 +273,22 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
                 break
     held = model.exchange.held
     return {"weights": whole(model), "norms": norms, "now": dict(held.now), "most": dict(held.most), "peak": held.peak}
+
+
+def fail(case: ShardCase, model: Any, batch: Any) -> None:
+    """A pass that ends between two blocks, as the loop finds."""
+
+    def end(_: Any) -> None:
+        raise FloatingPointError
+
+    hook = model.blocks[0].register_forward_hook(lambda _, __, rows: rows.register_hook(end) and None)
+    try:
+        objective(case, model, *batch).backward()
+    except FloatingPointError:
+        model.zero_grad()
+    else:
+        raise AssertionError("it ended")
+    hook.remove()
 
 
 def compute(case: ShardCase, split: Split, model: Any, batch: Any) -> None:
@@ -254,7 +321,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-SAVED, SAVED_AT = ShardCase(clip=0.1, groups=True, tied=True, unused=True, frozen=("blocks.0.up",)), 3
+SAVED, SAVED_AT = ShardCase(clip=0.1, groups=True, tied=True, unused=True, shared=True, frozen=("blocks.0.up",)), 3
 
 
 def train_and_save(world: int, path: str) -> dict[str, Any]:
@@ -304,6 +371,54 @@ def with_old_optimizer(split: Split, model: Any) -> None:
 def with_whole_optimizer(split: Split, model: Any) -> None:
     model = split.shard(model)
     step(split, model, torch.optim.Adafactor(model.parameters()))
+
+
+class CentredSGD(torch.optim.SGD):
+    """An optimizer that looks at whole gradients before torch's step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for each in self.param_groups[0]["params"]:
+            each.grad.sub_(each.grad.mean())
+        return super().step(closure)
+
+
+def with_own_step(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    step(split, model, CentredSGD(model.parameters(), 0.1))
+
+
+def with_second_gradients(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    for inputs, labels in split.loader(data()):
+        objective(model.case, model, inputs, labels).backward(create_graph=True)
+
+
+def with_input_penalty(split: Split, model: Any) -> None:
+    """Of the gradient of an inner value, whose parameters get none."""
+    kept: list[torch.Tensor] = []
+    model.words.register_forward_hook(lambda _, __, rows: kept.append(rows))
+    model = split.shard(model)
+    for inputs, labels in split.loader(data()):
+        torch.autograd.grad(objective(model.case, model, inputs, labels), kept[-1], create_graph=True)
+
+
+class Opaque:
+    """An object with a tensor."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+def with_opaque_outputs(split: Split, model: Any) -> None:
+    model.blocks[1].register_forward_hook(lambda _, __, rows: Opaque(rows))
+    step(split, split.shard(model), None)
+
+
+def counted(split: Split, model: Any) -> None:
+    model = split.shard(model)
+    for inputs, labels in split.loader(data()):
+        objective(model.case, model, inputs, labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, 0.0)
 
 
 def with_late_freeze(split: Split, model: Any) -> None:
@@ -447,6 +562,11 @@ def step(split: Split, model: Any, update: Any) -> None:
 REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "an optimizer from before": ("Make the optimizer after split.shard", with_old_optimizer),
     "an optimizer of whole parameters": ("Adafactor looks at whole parameters", with_whole_optimizer),
+    "an optimizer with a step of its own": ("CentredSGD looks at whole parameters", with_own_step),
+    "gradients of gradients": ("Leave create_graph out", with_second_gradients),
+    "a penalty on gradients": ("Leave create_graph out", with_input_penalty),
+    "outputs in an object": ("blocks.1 returns a Opaque, whose tensors can't be seen", with_opaque_outputs),
+    "norm 0": ("Clip by another norm", counted),
     "frozen later": ("Do that before split.shard", with_late_freeze),
     "a copy": ("can't be copied", with_copy),
     "state_dict": ("split.model_state", with_state),
@@ -464,11 +584,82 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
 
 def refuse(program: Callable[[Split, Any], None], world: int) -> str:
     """The sentence with which a program ends."""
+    return last_sentence(lambda: program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase())))
+
+
+def last_sentence(program: Callable[[], Any]) -> str:
+    """The error with which it ends."""
     try:
-        program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase()))
+        program()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
+    """What is said of checkpoints that can't be read, or written, and whether the weights are what they were."""
+    split, model = start(SAVED, world)
+    update = make_optimizer(SAVED, model)
+    said: dict[str, tuple[str, bool]] = {}
+    for name in ("gone", "cut", "other"):
+        folder = Path(f"{path}-{name}")
+        if model.exchange.place.rank == 0:
+            shutil.copytree(path, folder)
+            file = next(folder.glob("optimizer-*"))
+            file.write_bytes(file.read_bytes()[:-8])
+            if name == "gone":
+                file.unlink()
+            (folder / "model.safetensors").touch()
+        before = [each.detach().clone() for each in model.parameters()]
+        use = partial(split.save if name == "other" else split.load, folder, model, update)
+        said[name] = last_sentence(use), all(map(torch.equal, before, model.parameters()))
+    library, checkpoint_module._safetensors = checkpoint_module._safetensors, lambda: SimpleNamespace(safe_open=BadDisk)
+    said["bad disk"] = last_sentence(partial(split.load, path, model, update)), not update.state
+    checkpoint_module._safetensors = library
+    return said
+
+
+class BadDisk:
+    """A file whose header can be read, but not its tensors."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._opened = safe_open(*arguments)
+        self.get_slice = self._opened.get_slice
+
+    def __enter__(self) -> None:
+        raise OSError("Input/output error")
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing is open."""
+
+
+def step_with_two_kinds(world: int) -> dict[str, Any]:
+    """The state of an optimizer of which only some parameters have momentum."""
+    split, model = start(ShardCase(), world)
+    biases = [each for name, each in model.named_parameters() if "bias" in name]
+    rest = [each for name, each in model.named_parameters() if "bias" not in name]
+    update = torch.optim.RMSprop([{"params": rest, "momentum": 0.9}, {"params": biases}])
+    step(split, model, update)
+    return split.optimizer_state(update)
+
+
+def see_buffers(rank: int, world: int) -> list[int]:
+    """A buffer that differs over ranks, and is another tensor in each pass, when the model is sharded, and after."""
+    split, model = make_split(ShardCase(), SHARES[world]), make_model(ShardCase())
+    model.seen = torch.tensor(5 + rank)
+    model = split.shard(model)
+    seen = [int(model.seen)]
+    model.seen = torch.tensor(10 + rank)
+    step(split, model, torch.optim.SGD(model.parameters(), 0.1))
+    return [*seen, int(model.seen)]
+
+
+def clip_in_half(world: int) -> float:
+    """The norm of gradients whose squares are too large for half precision."""
+    model = make_split(ShardCase(), SHARES[world]).shard(make_model(ShardCase()).half())
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 50.0)
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
 def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
@@ -479,6 +670,10 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["on"] = train_on(world, path)
     if world == 3:
         trained["saved"] = train_and_save(world, path)
+        trained["broken"] = load_broken(world, path)
+        trained["kinds"] = step_with_two_kinds(world)
+        trained["buffers"] = see_buffers(rank, world)
+        trained["norm in half"] = clip_in_half(world)
         trained["late"] = train_with_late_copies(world)
         trained["half"] = train_in_half(world)
         trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
