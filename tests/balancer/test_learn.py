@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -84,15 +86,16 @@ def test_what_makes_no_new_search_is_refused_before_it_trains(
     assert f"--learn and {option} can't be combined" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_its_child_too(number: int, own_folder: Path) -> None:
+@pytest.mark.parametrize(("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+def test_a_signal_ends_its_child_too(number: int, send: Callable[[int, int], None], own_folder: Path) -> None:
+    """Ctrl-C reaches both."""
     (own_folder / "train.py").write_text(ENDLESS)
     options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "60s"]
     command = [sys.executable, "-m", "evener", "balance", *options]
-    with subprocess.Popen(command, cwd=own_folder, stderr=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stderr is not None
         child = psutil.Process(next(int(line) for line in parent.stderr if line.strip().isdecimal()))
-        parent.send_signal(number)
+        send(parent.pid, number)
         _, alive = psutil.wait_procs([child], timeout=30)
         for process in alive:
             process.kill()
