@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from evener.torch_shards.checkpoint import INDEX
 from evener.torch_shards.units import choose_units
 from tests.support import torch_shard_programs as programs
+from tests.support import torch_shard_refusals as refusals
+from tests.support.torch_shard_ranks import HALF, LATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -31,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(trainer_ranks: Callable[..., list[Any]], folder: Path) -> list[Any]:
     """What each of three ranks learned in each case, and what it was refused."""
     names = list(programs.CASES)
-    return trainer_ranks("tests.support.torch_shard_programs.train_all", 3, names, str(folder), world=3)
+    return trainer_ranks("tests.support.torch_shard_ranks.train_all", 3, names, str(folder), world=3)
 
 
 @cache
@@ -68,7 +70,7 @@ def test_other_numbers_of_ranks_do_too_and_train_on_from_a_checkpoint(
 ) -> None:
     """Under other shares, of rows and of state."""
     arguments = world, SMALL, str(folder)
-    ranks = trainer_ranks("tests.support.torch_shard_programs.train_all", *arguments, world=world)
+    ranks = trainer_ranks("tests.support.torch_shard_ranks.train_all", *arguments, world=world)
     for name in SMALL:
         check(ranks, name)
     weights, _ = programs.reference(programs.SAVED, 8)
@@ -141,7 +143,7 @@ def test_the_norm_of_half_precision_does_not_overflow(trained: list[Any]) -> Non
 
 def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
     """NCCL's uneven lists."""
-    ranks = gpu_ranks("tests.support.torch_shard_programs.train_all", 2, SMALL, "")
+    ranks = gpu_ranks("tests.support.torch_shard_ranks.train_all", 2, SMALL, "")
     for name in SMALL:
         for rank in ranks:
             rank[name]["weights"] = {each: tensor.cpu() for each, tensor in rank[name]["weights"].items()}
@@ -171,12 +173,15 @@ def test_blocks_and_what_is_as_large_are_units() -> None:
 
 
 def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
-    model, start = programs.make_model(programs.HALF).float(), programs.make_model(programs.HALF).float().state_dict()
-    update = programs.make_optimizer(programs.HALF, model)
+    model, start = (
+        programs.make_model(HALF).float(),
+        programs.make_model(HALF).float().state_dict(),
+    )
+    update = programs.make_optimizer(HALF, model)
     inputs, labels = programs.data().tensors
     for step, rows in zip(range(5), programs.batches(8), strict=False):
-        programs.objective(programs.HALF, model, inputs[rows], labels[rows]).backward()
-        programs.finish(programs.HALF, step, model, update)
+        programs.objective(HALF, model, inputs[rows], labels[rows]).backward()
+        programs.finish(HALF, step, model, update)
     expected = {name: each.detach() for name, each in model.named_parameters()}
     moved = max(float((each - start[name]).abs().max()) for name, each in expected.items())
     for rank in trained:
@@ -187,7 +192,7 @@ def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
 
 def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
     """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has changed since."""
-    _, norms = programs.reference(programs.LATE, 8)
+    _, norms = programs.reference(LATE, 8)
     for rank in trained:
         assert rank["late"]["norms"] == pytest.approx(norms[:5], abs=1e-12)
 
@@ -201,14 +206,14 @@ def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
 
 
 def test_out_of_memory_in_a_unit_is_said_on_all_ranks(trainer_ranks: Callable[..., list[Any]]) -> None:
-    other, own = trainer_ranks("tests.support.torch_shard_programs.leave", world=2)
+    other, own = trainer_ranks("tests.support.torch_shard_refusals.leave", world=2)
     assert "ranks meet in each unit of a sharded model" in own
     assert "rank 1 ended" in other
     assert "out of memory" in other
 
 
-@pytest.mark.parametrize("refusal", programs.REFUSED)
+@pytest.mark.parametrize("refusal", refusals.REFUSED)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(trained: list[Any], refusal: str) -> None:
-    words, _ = programs.REFUSED[refusal]
+    words, _ = refusals.REFUSED[refusal]
     for rank in trained:
         assert words in rank["refused"][refusal]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 
 from evener.plan.file import make_layout
 from evener.torch_rows.sampler import UnevenBatchSampler
-from evener.torch_shards import checkpoint as checkpoint_module
-from evener.torch_shards.ledger import count_gathered
-from evener.torch_shards.units import choose_units
 from evener.torch_split import Split
-from tests.support.last_words import last_words
 from tests.support.torch_ranks import example_plan
 
 STEPS, WIDTH, WORDS, ROWS = 7, 8, 11, 43  # a last batch of 3 rows of 8
@@ -363,228 +354,11 @@ def train_on(world: int, path: str) -> dict[str, torch.Tensor]:
     return {**whole(model), "seen": model.seen}
 
 
-def with_old_optimizer(split: Split, model: Any) -> None:
-    update = torch.optim.SGD(model.parameters(), 0.1)
-    step(split, split.shard(model), update)
-
-
-def with_whole_optimizer(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    step(split, model, torch.optim.Adafactor(model.parameters()))
-
-
-class CentredSGD(torch.optim.SGD):
-    """An optimizer that looks at whole gradients before torch's step."""
-
-    def step(self, closure: Any = None) -> Any:
-        for each in self.param_groups[0]["params"]:
-            each.grad.sub_(each.grad.mean())
-        return super().step(closure)
-
-
-def with_own_step(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    step(split, model, CentredSGD(model.parameters(), 0.1))
-
-
-def with_second_gradients(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    for inputs, labels in split.loader(data()):
-        objective(model.case, model, inputs, labels).backward(create_graph=True)
-
-
-def with_input_penalty(split: Split, model: Any) -> None:
-    """Of the gradient of an inner value, whose parameters get none."""
-    kept: list[torch.Tensor] = []
-    model.words.register_forward_hook(lambda _, __, rows: kept.append(rows))
-    model = split.shard(model)
-    for inputs, labels in split.loader(data()):
-        torch.autograd.grad(objective(model.case, model, inputs, labels), kept[-1], create_graph=True)
-
-
-class Opaque:
-    """An object with a tensor."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-
-
-def with_opaque_outputs(split: Split, model: Any) -> None:
-    model.blocks[1].register_forward_hook(lambda _, __, rows: Opaque(rows))
-    step(split, split.shard(model), None)
-
-
-def counted(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    for inputs, labels in split.loader(data()):
-        objective(model.case, model, inputs, labels).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, 0.0)
-
-
-def with_late_freeze(split: Split, model: Any) -> None:
-    split.shard(model).head.requires_grad_(False)
-    step(split, model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-def with_copy(split: Split, model: Any) -> None:
-    copy.deepcopy(split.shard(model))
-
-
-def with_state(split: Split, model: Any) -> None:
-    split.shard(model).state_dict()
-
-
-def with_optimizer_state(split: Split, model: Any) -> None:
-    update = torch.optim.SGD(split.shard(model).parameters(), 0.1, momentum=0.9)
-    step(split, model, update)
-    update.state_dict()
-
-
-def wrapped(split: Split, model: Any) -> None:
-    split.shard(split.wrap(model))
-
-
-def with_wrong_parts(split: Split, model: Any) -> None:
-    split.shard(model, state=[1.0, 0.0, 1.0])
-
-
-def with_no_unit(split: Split, model: Any) -> None:
-    split.shard(model, units=torch.nn.Conv2d)
-
-
-def compiled(split: Split, model: Any) -> None:
-    torch.compile(split.shard(model), backend="eager")(torch.zeros(1, 2, dtype=torch.int64))
-
-
-def checked(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    split.check(split.loader(data()), lambda part: objective(model.case, model, *part.batch))
-
-
-def by_length(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    for batch in split.loader(data(), lengths=list(range(1, ROWS + 1))):
-        for part in split.parts(batch):
-            part.backward(objective(model.case, model, *part.batch))
-
-
-class LateCopy:
-    """A broadcast whose values come as one waits for it, as gloo's do on a GPU."""
-
-    def __init__(self, tensor: torch.Tensor, source: int, async_op: bool) -> None:
-        self._tensor, self._sent = tensor, tensor.clone()
-        self._work = _broadcast(self._sent, source, async_op=async_op)
-
-    def wait(self) -> None:
-        self._work.wait()
-        with torch.no_grad():
-            self._tensor.copy_(self._sent)
-
-
-_broadcast = torch.distributed.broadcast
-
-
-def train_with_late_copies(world: int) -> dict[str, Any]:
-    split, model = start(LATE, world)
-    update, norms = make_optimizer(LATE, model), list[float]()
-    torch.distributed.broadcast = lambda tensor, source, async_op=False: (
-        LateCopy(tensor, source, async_op) if async_op else _broadcast(tensor, source)
-    )
-    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
-        compute(LATE, split, model, batch)
-        norms.append(finish(LATE, step, model, update))
-    torch.distributed.broadcast = _broadcast
-    return {"norms": norms}
-
-
-LATE = ShardCase(clip=0.1)
-
-
-def wrapped_after(split: Split, model: Any) -> None:
-    """Another model may be wrapped beside a sharded one, but not that model."""
-    model = split.shard(model)
-    split.wrap(torch.nn.Linear(2, 2))
-    split.wrap(model)
-
-
-HALF = ShardCase("momentum")
-
-
-def train_in_half(world: int) -> dict[str, Any]:
-    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes at most."""
-    case = HALF
-    split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
-    beside = count_gathered(model, choose_units(model, None), torch.bfloat16)
-    model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
-    model.blocks[1].up.register_forward_hook(
-        lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
-    )
-    update = make_optimizer(case, model)
-    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
-        compute(case, split, model, batch)
-        finish(case, step, model, update)
-    types = {each.dtype for each in model.parameters()}, seen
-    return {"weights": split.model_state(model), "types": types, "peak": model.exchange.held.peak, "beside": beside}
-
-
-def leave(folder: Path, rank: int) -> None:
-    """What a rank says as the second one runs out of memory in a unit."""
-    torch.set_num_threads(1)
-    split, model, said = *start(ShardCase(), 2), ""
-    if rank == 1:
-        model.blocks[1].register_forward_hook(_run_out)
-    try:
-        step(split, model, torch.optim.SGD(model.parameters(), 0.1))
-    except RuntimeError as error:
-        said = last_words(error)
-    torch.save(said, folder / f"{rank}.pt")
-
-
-def _run_out(*_: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def out_of_memory(split: Split, model: Any) -> None:
-    model = split.shard(model)
-    for batch in split.loader(data()):
-        for part in split.parts(batch):
-            with part:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def step(split: Split, model: Any, update: Any) -> None:
+def step_once(split: Split, model: Any, update: Any) -> None:
     for inputs, labels in split.loader(data()):
         objective(model.case, model, inputs, labels).backward()
         update.step()
         return
-
-
-REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
-    "an optimizer from before": ("Make the optimizer after split.shard", with_old_optimizer),
-    "an optimizer of whole parameters": ("Adafactor looks at whole parameters", with_whole_optimizer),
-    "an optimizer with a step of its own": ("CentredSGD looks at whole parameters", with_own_step),
-    "gradients of gradients": ("Leave create_graph out", with_second_gradients),
-    "a penalty on gradients": ("Leave create_graph out", with_input_penalty),
-    "outputs in an object": ("blocks.1 returns a Opaque, whose tensors can't be seen", with_opaque_outputs),
-    "norm 0": ("Clip by another norm", counted),
-    "frozen later": ("Do that before split.shard", with_late_freeze),
-    "a copy": ("can't be copied", with_copy),
-    "state_dict": ("split.model_state", with_state),
-    "an optimizer's state_dict": ("split.optimizer_state", with_optimizer_state),
-    "a wrapped model": ("wrapped or compiled already", wrapped),
-    "a sharded model, wrapped": ("Leave split.wrap out", wrapped_after),
-    "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
-    "units of no module": ("Give classes of its blocks", with_no_unit),
-    "torch.compile": ("can't be compiled", compiled),
-    "a check of the loss": ("Leave split.check out", checked),
-    "rows by length": ("Leave lengths out", by_length),
-    "out of memory": ("ranks meet in each unit of a sharded model", out_of_memory),
-}
-
-
-def refuse(program: Callable[[Split, Any], None], world: int) -> str:
-    """The sentence with which a program ends."""
-    return last_sentence(lambda: program(make_split(ShardCase(), SHARES[world]), make_model(ShardCase())))
 
 
 def last_sentence(program: Callable[[], Any]) -> str:
@@ -594,88 +368,3 @@ def last_sentence(program: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
-    """What is said of checkpoints that can't be read, or written, and whether the weights are what they were."""
-    split, model = start(SAVED, world)
-    update = make_optimizer(SAVED, model)
-    said: dict[str, tuple[str, bool]] = {}
-    for name in ("gone", "cut", "other"):
-        folder = Path(f"{path}-{name}")
-        if model.exchange.place.rank == 0:
-            shutil.copytree(path, folder)
-            file = next(folder.glob("optimizer-*"))
-            file.write_bytes(file.read_bytes()[:-8])
-            if name == "gone":
-                file.unlink()
-            (folder / "model.safetensors").touch()
-        before = [each.detach().clone() for each in model.parameters()]
-        use = partial(split.save if name == "other" else split.load, folder, model, update)
-        said[name] = last_sentence(use), all(map(torch.equal, before, model.parameters()))
-    library, checkpoint_module._safetensors = checkpoint_module._safetensors, lambda: SimpleNamespace(safe_open=BadDisk)
-    said["bad disk"] = last_sentence(partial(split.load, path, model, update)), not update.state
-    checkpoint_module._safetensors = library
-    return said
-
-
-class BadDisk:
-    """A file whose header can be read, but not its tensors."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._opened = safe_open(*arguments)
-        self.get_slice = self._opened.get_slice
-
-    def __enter__(self) -> None:
-        raise OSError("Input/output error")
-
-    def __exit__(self, *_: Any) -> None:
-        """Nothing is open."""
-
-
-def step_with_two_kinds(world: int) -> dict[str, Any]:
-    """The state of an optimizer of which only some parameters have momentum."""
-    split, model = start(ShardCase(), world)
-    biases = [each for name, each in model.named_parameters() if "bias" in name]
-    rest = [each for name, each in model.named_parameters() if "bias" not in name]
-    update = torch.optim.RMSprop([{"params": rest, "momentum": 0.9}, {"params": biases}])
-    step(split, model, update)
-    return split.optimizer_state(update)
-
-
-def see_buffers(rank: int, world: int) -> list[int]:
-    """A buffer that differs over ranks, and is another tensor in each pass, when the model is sharded, and after."""
-    split, model = make_split(ShardCase(), SHARES[world]), make_model(ShardCase())
-    model.seen = torch.tensor(5 + rank)
-    model = split.shard(model)
-    seen = [int(model.seen)]
-    model.seen = torch.tensor(10 + rank)
-    step(split, model, torch.optim.SGD(model.parameters(), 0.1))
-    return [*seen, int(model.seen)]
-
-
-def clip_in_half(world: int) -> float:
-    """The norm of gradients whose squares are too large for half precision."""
-    model = make_split(ShardCase(), SHARES[world]).shard(make_model(ShardCase()).half())
-    for each in model.parameters():
-        each.grad = torch.full_like(each, 50.0)
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-
-
-def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
-    """One rank."""
-    torch.set_num_threads(1)
-    trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}
-    if world != 3 and path:
-        trained["on"] = train_on(world, path)
-    if world == 3:
-        trained["saved"] = train_and_save(world, path)
-        trained["broken"] = load_broken(world, path)
-        trained["kinds"] = step_with_two_kinds(world)
-        trained["buffers"] = see_buffers(rank, world)
-        trained["norm in half"] = clip_in_half(world)
-        trained["late"] = train_with_late_copies(world)
-        trained["half"] = train_in_half(world)
-        trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
-        trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
-    torch.save(trained, folder / f"{rank}.pt")

@@ -1,0 +1,173 @@
+"""What ranks of sharded models learn, and see."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from evener.torch_shards import checkpoint as checkpoint_module
+from evener.torch_shards.ledger import count_gathered
+from evener.torch_shards.units import choose_units
+from tests.support.torch_shard_programs import (
+    CASES,
+    PARTS,
+    SAVED,
+    SHARES,
+    ShardCase,
+    compute,
+    data,
+    finish,
+    last_sentence,
+    make_model,
+    make_optimizer,
+    make_split,
+    start,
+    step_once,
+    train,
+    train_and_save,
+    train_on,
+)
+from tests.support.torch_shard_refusals import REFUSED, refuse
+
+_broadcast = torch.distributed.broadcast
+
+
+class LateCopy:
+    """A broadcast whose values come as one waits for it, as gloo's do on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor, source: int, async_op: bool) -> None:
+        self._tensor, self._sent = tensor, tensor.clone()
+        self._work = _broadcast(self._sent, source, async_op=async_op)
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._tensor.copy_(self._sent)
+
+
+def train_with_late_copies(world: int) -> dict[str, Any]:
+    split, model = start(LATE, world)
+    update, norms = make_optimizer(LATE, model), list[float]()
+    torch.distributed.broadcast = lambda tensor, source, async_op=False: (
+        LateCopy(tensor, source, async_op) if async_op else _broadcast(tensor, source)
+    )
+    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+        compute(LATE, split, model, batch)
+        norms.append(finish(LATE, step, model, update))
+    torch.distributed.broadcast = _broadcast
+    return {"norms": norms}
+
+
+LATE = ShardCase(clip=0.1)
+
+
+HALF = ShardCase("momentum")
+
+
+def train_in_half(world: int) -> dict[str, Any]:
+    """In bfloat16 on float32 shards: weights, the types of shards and of what computes, and bytes at most."""
+    case = HALF
+    split, model, seen = make_split(case, SHARES[world]), make_model(case).float(), set[Any]()
+    beside = count_gathered(model, choose_units(model, None), torch.bfloat16)
+    model = split.shard(model, state=PARTS[world], dtype=torch.bfloat16)
+    model.blocks[1].up.register_forward_hook(
+        lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
+    )
+    update = make_optimizer(case, model)
+    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+        compute(case, split, model, batch)
+        finish(case, step, model, update)
+    types = {each.dtype for each in model.parameters()}, seen
+    return {"weights": split.model_state(model), "types": types, "peak": model.exchange.held.peak, "beside": beside}
+
+
+def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
+    """What is said of checkpoints that can't be read, or written, and whether the weights are what they were."""
+    split, model = start(SAVED, world)
+    update = make_optimizer(SAVED, model)
+    said: dict[str, tuple[str, bool]] = {}
+    for name in ("gone", "cut", "other"):
+        folder = Path(f"{path}-{name}")
+        if model.exchange.place.rank == 0:
+            shutil.copytree(path, folder)
+            file = next(folder.glob("optimizer-*"))
+            file.write_bytes(file.read_bytes()[:-8])
+            if name == "gone":
+                file.unlink()
+            (folder / "model.safetensors").touch()
+        before = [each.detach().clone() for each in model.parameters()]
+        use = partial(split.save if name == "other" else split.load, folder, model, update)
+        said[name] = last_sentence(use), all(map(torch.equal, before, model.parameters()))
+    library, checkpoint_module._safetensors = checkpoint_module._safetensors, lambda: SimpleNamespace(safe_open=BadDisk)
+    said["bad disk"] = last_sentence(partial(split.load, path, model, update)), not update.state
+    checkpoint_module._safetensors = library
+    return said
+
+
+class BadDisk:
+    """A file whose header can be read, but not its tensors."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._opened = safe_open(*arguments)
+        self.get_slice = self._opened.get_slice
+
+    def __enter__(self) -> None:
+        raise OSError("Input/output error")
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing is open."""
+
+
+def step_with_two_kinds(world: int) -> dict[str, Any]:
+    """The state of an optimizer of which only some parameters have momentum."""
+    split, model = start(ShardCase(), world)
+    biases = [each for name, each in model.named_parameters() if "bias" in name]
+    rest = [each for name, each in model.named_parameters() if "bias" not in name]
+    update = torch.optim.RMSprop([{"params": rest, "momentum": 0.9}, {"params": biases}])
+    step_once(split, model, update)
+    return split.optimizer_state(update)
+
+
+def see_buffers(rank: int, world: int) -> list[int]:
+    """A buffer that differs over ranks, and is another tensor in each pass, when the model is sharded, and after."""
+    split, model = make_split(ShardCase(), SHARES[world]), make_model(ShardCase())
+    model.seen = torch.tensor(5 + rank)
+    model = split.shard(model)
+    seen = [int(model.seen)]
+    model.seen = torch.tensor(10 + rank)
+    step_once(split, model, torch.optim.SGD(model.parameters(), 0.1))
+    return [*seen, int(model.seen)]
+
+
+def clip_in_half(world: int) -> float:
+    """The norm of gradients whose squares are too large for half precision."""
+    model = make_split(ShardCase(), SHARES[world]).shard(make_model(ShardCase()).half())
+    for each in model.parameters():
+        each.grad = torch.full_like(each, 50.0)
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}
+    if world != 3 and path:
+        trained["on"] = train_on(world, path)
+    if world == 3:
+        trained["saved"] = train_and_save(world, path)
+        trained["broken"] = load_broken(world, path)
+        trained["kinds"] = step_with_two_kinds(world)
+        trained["buffers"] = see_buffers(rank, world)
+        trained["norm in half"] = clip_in_half(world)
+        trained["late"] = train_with_late_copies(world)
+        trained["half"] = train_in_half(world)
+        trained["full disk"] = refuse(lambda split, model: split.save("/dev/full/there", split.shard(model)), world)
+        trained["refused"] = {name: refuse(program, world) for name, (_, program) in REFUSED.items()}
+    torch.save(trained, folder / f"{rank}.pt")
