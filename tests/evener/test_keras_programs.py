@@ -59,15 +59,20 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
 
 @pytest.mark.parametrize(("engine", "program", "expected"), CASES)
 def test_a_users_program_is_exact_or_refused(answers: Answers, engine: str, program: str, expected: str) -> None:
-    """Weights and figures within 1e-9 of plain Keras, or what is said before the first step, in every process."""
+    """Weights and figures within 1e-9 of plain Keras, or what is said before the first step.
+
+    Every process refuses by itself; one that was slower may say that another has ended.
+    """
     first = next(engines[0] for engines in SAMPLES if engine in engines)
-    for rank, process in enumerate(answers(first)):
-        found = process[engine][program]
-        if expected == EXACT:
+    every = [process[engine][program] for process in answers(first)]
+    if expected == EXACT:
+        for found in every:
             assert found["verdict"] == "trained", found["said"]
-            assert rank or found["gap"] <= 1e-9
-        else:
-            assert expected in found["said"]
+        assert every[0]["gap"] <= 1e-9
+    else:
+        assert not any(found["verdict"] == "trained" for found in every)
+        assert any(expected in found["said"] for found in every)
+        assert all(expected in found["said"] or "Unavailable" in found["said"] for found in every)
 
 
 @pytest.fixture(scope="module")

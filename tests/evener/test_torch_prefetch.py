@@ -260,7 +260,8 @@ def test_a_batch_that_finds_no_room_is_sent_as_the_loop_takes_it(monkeypatch: py
     monkeypatch.setattr(torch.Tensor, "to", send)
     ahead = Prefetcher(iter(torch.arange(3.0)), torch.device("cuda", 0), 3)
     assert list(map(float, ahead)) == [0, 1, 2]
-    assert by == ["evener-prefetch"] * 3 + [threading.current_thread().name]
+    # batch 2 may be sent ahead before the loop sends batch 1 again
+    assert collections.Counter(by) == {"evener-prefetch": 3, threading.current_thread().name: 1}
 
 
 @pytest.mark.usefixtures("fake_gpu")
