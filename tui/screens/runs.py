@@ -253,7 +253,8 @@ class ReplayScreen(RunActions, PanelScreen):
     def redraw(self) -> None:
         """Draw the current state."""
         self.settle_frames()
-        self.query_one(BalanceView).take(self.state)
+        for view in self.query(BalanceView):  # an event may come before it is there, or once it has gone
+            view.take(self.state)
 
     def on_session_reported(self, message: SessionReported) -> None:
         """Apply the next event."""
