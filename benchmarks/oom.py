@@ -50,7 +50,7 @@ def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> float:
 
 
 def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
-    """Train until there were so many failures."""
+    """Train until there were this many failures."""
     found: dict[str, Any] = {"failures": 0, "steps": 0, "worst": 0.0, "seconds": 0.0}
     began = time.monotonic()
     with ExitStack() as stack:

@@ -106,6 +106,6 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[float, float]
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """The shifts between which stairs of so many levels a sample have these batches on these levels."""
+    """The shifts at which stairs with this many levels a sample put these batches on these levels."""
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most

@@ -44,7 +44,7 @@ PAIR = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 500)), 0.002)
 def card(
     rows: int, overhead_ms: float | None = None, curve: Sequence[tuple[int, float]] = ((1, 1.1), (8192, 820.2))
 ) -> SimulatedDevice:
-    """A card on which so many rows fit at once; a step takes 1 ms + 0.1 ms a row."""
+    """A card on which this many rows fit at once; a step takes 1 ms + 0.1 ms a row."""
     return SimulatedDevice(
         name="card",
         memory_mib=1000 + rows + 0.5,
