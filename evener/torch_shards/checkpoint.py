@@ -238,11 +238,11 @@ def _safetensors() -> Any:
 
 def _agree(fault: str, remedy: str) -> None:
     """RequestError on every rank if rank 0 has found a fault."""
-    told = [fault]
+    agreed = [fault]
     with own_collectives():
-        dist.broadcast_object_list(told, 0)
-    if told[0]:
-        raise RequestError(told[0], remedy)
+        dist.broadcast_object_list(agreed, 0)
+    if agreed[0]:
+        raise RequestError(agreed[0], remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
@@ -307,10 +307,10 @@ class _Reader:
             except Exception as error:
                 fault = f"The checkpoint {self._folder} can't be loaded: {str(error).rstrip('.')}."
         _agree(fault, "Name a folder that split.save has written for this model.")
-        told = [own]
+        agreed = [own]
         with own_collectives():
-            dist.broadcast_object_list(told, 0)
-        return told[0]
+            dist.broadcast_object_list(agreed, 0)
+        return agreed[0]
 
     def _open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
         index = json.loads((self._folder / INDEX).read_bytes())
@@ -359,10 +359,10 @@ class _Reader:
     def read_values(self, names: list[str]) -> dict[str, Any]:
         """Small tensors by name, on every rank."""
         found = {name: self._get(name) for name in names if name in self._maps}
-        told = [found]
+        agreed = [found]
         with own_collectives():
-            dist.broadcast_object_list(told, 0)
-        return told[0]
+            dist.broadcast_object_list(agreed, 0)
+        return agreed[0]
 
     def read_buffers(self, model: Any) -> None:
         """Fill the model's buffers."""
