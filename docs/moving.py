@@ -17,7 +17,6 @@ from evener.balancer.events import Event, EventThread, Finished
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.devices.discover import discover
 from evener.devices.sampler import History, Subscriber
 from evener.devices.types import HostSample, Snapshot
 from evener.tui.app import EvenerApp
@@ -35,10 +34,8 @@ class _Publisher(SnapshotPublisher):
     """Publishes a reading whenever the picture's clock moves on; no thread polls."""
 
     def __init__(self, at_seconds: float, host: HostSample) -> None:
-        machine = discover(PAIR).machine
-        assert machine is not None
         self.clock = 0.0
-        self.training = TrainingSource(machine, lambda: self.clock)
+        self.training = TrainingSource(lambda: self.clock)
         super().__init__(self.training)
         self._at, self._host, self._history = at_seconds, host, History(600)
         self._tell: Subscriber = print
