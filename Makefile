@@ -23,7 +23,7 @@ test: ## the whole suite
 mutants: ## do the tests notice 150 small faults in the pure code? (the better part of an hour)
 	$(PYTHON) -m benchmarks.mutants
 
-benchmark: ## five minutes of benchmarks, as one JSON line with the commit in build/benchmark.jsonl
+benchmark: ## a short set of benchmarks, in about a minute, as one JSON line with the commit in build/benchmark.jsonl
 	$(PYTHON) -m benchmarks.short_set
 
 pictures: ## draw the pictures of docs/ again
