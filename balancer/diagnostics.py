@@ -30,6 +30,15 @@ _INSTALL = {
     "tensorflow": "pip install 'evener[tensorflow]', or evener[gpu] with an NVIDIA GPU",
     "torch": "pip install 'evener[torch]'",
 }
+EXTRAS = {  # what each adds, and the modules that it brings
+    "app": ("the full-screen app", ("textual", "textual_plotext")),
+    "web": ("the app in a browser", ("textual_serve",)),
+    "plot": ("evener report", ("matplotlib",)),
+    "metrics": ("monitor --metrics", ("prometheus_client",)),
+    "huggingface": ("transformers' trainers", ("transformers", "accelerate")),
+    "lightning": ("Lightning", ("lightning",)),
+    "ray": ("several machines", ("ray",)),
+}
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -49,6 +58,7 @@ def check_machine() -> tuple[Check, ...]:
         *(check for check, _ in drivers),
         *_check_frameworks(sum(count for _, count in drivers)),
         *_check_clashes(),
+        _check_extras(),
         _check_state_folder(),
         _check_folder("temporary folder", Path(tempfile.gettempdir()), "TMPDIR"),
     )
@@ -115,6 +125,17 @@ def _check_clashes() -> list[Check]:
     if keras and tuple(int(part) for part in keras.split(".")[:2]) < (3, 12):
         checks.append(Check("keras", "problem", f"{keras} with evener's Keras adapter", "Install keras 3.12 or newer."))
     return checks
+
+
+def _check_extras() -> Check:
+    """What evener does without, as each extra is optional, and the line that adds it."""
+    missing = [name for name, (_, modules) in EXTRAS.items() if not all(map(importlib.util.find_spec, modules))]
+    have = ", ".join(name for name in EXTRAS if name not in missing) or "none"
+    if not missing:
+        return Check("extras", "ok", have)
+    without = ", ".join(f"{name} ({EXTRAS[name][0]})" for name in missing)
+    remedy = f"Add those that you need: pip install 'evener[{','.join(missing)}]'."
+    return Check("extras", "note" if "app" in missing else "ok", f"{have}; not installed: {without}", remedy)
 
 
 def _version(distribution: str) -> str | None:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
@@ -22,13 +22,11 @@ from .runtime.session_thread import write_crash_log
 from .runtime.snapshot_publisher import SnapshotPublisher
 from .screens.base import SCREENS
 
-if TYPE_CHECKING:
-    from evener.balancer.journal import Record
-
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
+MakeScreen = Callable[[], Screen[None]]
 
 
-def _made_by(name: str) -> Callable[[], Screen[None]]:
+def _made_by(name: str) -> MakeScreen:
     """Makes a screen when it is opened for the first time; its module is imported then."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
@@ -38,7 +36,7 @@ class EvenerApp(BaseApp):
 
     TITLE = "evener"
     CSS_PATH = "app.tcss"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[None]]]] = {name: _made_by(name) for name in SCREENS}
+    MODES: ClassVar[dict[str, str | MakeScreen]] = {name: _made_by(name) for name in SCREENS}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "show('monitor')", "Monitor", show=False),
         Binding("2", "show('balance')", "Balance", show=False),
@@ -51,16 +49,10 @@ class EvenerApp(BaseApp):
     ]
 
     def __init__(
-        self,
-        publisher: SnapshotPublisher,
-        *,
-        theme: str = "dark",
-        played: Record | None = None,
-        speed: float = 8.0,
-        **options: Any,
+        self, publisher: SnapshotPublisher, *, theme: str = "dark", opens: MakeScreen | None = None, **options: Any
     ) -> None:
         super().__init__(publisher, **options)
-        self._played, self._speed = played, speed  # a journal that is replayed first
+        self._opens = opens  # the screen that is in front first, over the runs
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._opens_first = False
@@ -76,13 +68,11 @@ class EvenerApp(BaseApp):
         """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
         self._opens_first = True
-        opened = self.switch_mode("monitor" if self._played is None else "runs")
+        opened = self.switch_mode("runs" if self._opens else "monitor")
         self._opens_first = False
         await opened
-        if self._played is not None:
-            from .screens.runs import ReplayScreen
-
-            self.push_screen(ReplayScreen(self._played, self._speed))
+        if self._opens:
+            self.push_screen(self._opens())
         loop = self._started_on = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from evener.devices.discover import discover
-
 from .app import EvenerApp
 from .runtime.session_thread import SessionEnded
 from .runtime.simulated_training import PAIR, TrainingSource
@@ -21,11 +19,9 @@ class DemoApp(EvenerApp):
     """The app, which opens the screens of a search and of a training by itself; every key works as usual."""
 
     def __init__(self, **options: Any) -> None:
-        found = discover(PAIR)
-        assert found.machine is not None
-        self._source = TrainingSource(found.machine)
-        publisher = SnapshotPublisher(self._source, INTERVAL_SECONDS)
-        super().__init__(publisher, devices=PAIR, trainable=found.devices, **options)
+        self._cards = TrainingSource()
+        publisher = SnapshotPublisher(self._cards, INTERVAL_SECONDS)
+        super().__init__(publisher, devices=PAIR, trainable=self._cards.devices(), **options)
         self._trains = False
 
     async def on_mount(self) -> None:
@@ -37,7 +33,7 @@ class DemoApp(EvenerApp):
 
         self.start_session(Request(devices=PAIR, pace=PACE), self.trainable)
         self.action_show("balance")
-        self.say("A search over two simulated cards, four times as fast as real time. All keys work; q quits.")
+        self.say("A search over two simulated cards, at four times real speed. All keys work; q quits.")
 
     def on_session_ended(self, message: SessionEnded) -> None:
         """Leave time to read the verdict of the first search, then train by its plan."""
@@ -46,8 +42,7 @@ class DemoApp(EvenerApp):
             self.set_timer(READING_SECONDS, self._train)
 
     def _train(self) -> None:
-        if self.balance.finished is None:
-            return
-        self._source.train(self.balance.finished.plan)
-        self.action_show("trainings")
-        self.say("A simulated training by the plan. In ten seconds SIM:0 gets hot and slower: watch the shares follow.")
+        if self.balance.finished is not None:
+            self._cards.train(self.balance.finished.plan)
+            self.action_show("trainings")
+            self.say("A simulated training by the plan. In ten seconds SIM:0 gets hot: watch the shares follow.")

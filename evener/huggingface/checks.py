@@ -22,7 +22,7 @@ def check_trainer_class(trainer_class: Any) -> None:
 
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
-            f"{trainer_class!r} is no Trainer class.", "Give the class: with_plan(Trainer, plan)(model=...)."
+            f"{trainer_class!r} isn't a Trainer class.", "Give the class: with_plan(Trainer, plan)(model=...)."
         )
     if hasattr(trainer_class, "_generate_and_score_completions"):
         raise RequestError(

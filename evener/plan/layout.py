@@ -52,7 +52,7 @@ KINDS: dict[Kind, Traits] = {
 def check_kind(kind: Kind) -> None:
     """ValueError for a kind that there isn't."""
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no kind of layout: {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r} isn't a kind of layout: {', '.join(KINDS)}")
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,17 +23,17 @@ from ..torch_split.steps import Steps
 from .notes import Notebook, read_settings
 
 NO_GROUP = (
-    "it trains without a process group, so each process trains on all rows by itself; wrap the model in"
+    "it trains without a process group, so each process trains on all rows; wrap the model in"
     " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
 )
 CLIPPED = "each rank clips its own gradients before they are summed, so what is learned depends on the shares"
 EXCHANGED = (
-    "the program exchanges figures between its ranks itself; of losses that are means over a rank's own rows, the mean"
-    " is now slightly another, and so is what goes by it"
+    "the program exchanges figures between its ranks itself; an average of ranks' mean losses now differs slightly, and"
+    " so does whatever depends on it"
 )
 RATES = "its ranks compute their losses with different numbers, or step at different rates"
 OTHER_ROWS = (
-    "its data set gives another row when it is asked for the same one again, so by shares it gives others than by its"
+    "its data set returns a different row when asked for the same one again, so its rows differ from those under its"
     " own launcher"
 )
 RATE_STEPS = 2  # by shares, after each of which ranks compare their rates
@@ -170,7 +170,7 @@ class Program:
             if len(set(self._exchange(_digest(self._rates)))) > 1:
                 raise RequestError(
                     "Since shares have left even, its ranks step at different rates: one goes by a rank's own rows.",
-                    "Take the global batch in their place, or start it with its own launcher.",
+                    "Use the global batch instead, or start it with its own launcher.",
                 )
         if self._steps <= self._look:
             return
@@ -181,12 +181,12 @@ class Program:
         fault = next(filter(None, self._exchange(guard.fault if guard is not None and guard.measured else "")), "")
         if fault and self.training is not None:
             if self.notebook.settings.strict:
-                raise RequestError(f"Shares can't stay uneven: {fault}", "Leave --strict out to go on evenly.")
+                raise RequestError(f"Shares can't stay uneven: {fault}", "Leave --strict out to train evenly.")
             self._look = sys.maxsize
             self.training.stay_even(loop.sampler, loop.ahead)
             self.notebook.warn(
-                f"shares go back to even, where they stay: in step {self._steps}, {fault.rstrip('.')}; steps before it"
-                " may have learned something else than by even shares"
+                f"shares go back to even for good: in step {self._steps}, {fault.rstrip('.')}; earlier steps may have"
+                " learned something else than with even shares"
             )
 
     def _exchange(self, own: Any) -> list[Any]:

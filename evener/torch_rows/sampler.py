@@ -285,7 +285,7 @@ def _check_length(length: int, fewest: int) -> None:
         raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
     if length < fewest:
         raise RequestError(
-            f"With drop_last, {length} rows are no full batch of {fewest}.",
+            f"With drop_last, {length} rows don't fill a batch of {fewest}.",
             "Give a smaller global batch, or drop_last=False.",
         )
 

@@ -202,7 +202,7 @@ def check_part_loss(
     """
     wrapped = list(models)
     if not wrapped:
-        raise RequestError("split.check knows of no wrapped model.", "Write model = split.wrap(model) before.")
+        raise RequestError("split.check knows of no wrapped model.", "Write model = split.wrap(model) before it.")
 
     def find() -> LossMeaning | None:
         batch = make_check_batch(loader.dataset, loader.batch_sampler, loader.collate_fn)

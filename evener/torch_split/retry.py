@@ -258,8 +258,8 @@ class Passes:
                 self.checked = True
                 return
         raise DeviceError(
-            f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is no room to look whether"
-            " smaller passes learn the same.",
+            f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and there is no memory left to check"
+            " whether smaller passes learn the same.",
             "Make a plan with smaller passes (evener balance --micro), or in a loop of your own call"
             " split.check(loader, ...) before the first step.",
         )

@@ -89,7 +89,7 @@ class Split:
         guard: bool = False,
     ) -> None:
         if weigh not in ("gradients", "loss"):
-            raise RequestError(f"There is no weigh={weigh!r}.", "Say 'gradients' or 'loss'.")
+            raise RequestError(f"weigh is {weigh!r}.", "Give 'gradients' or 'loss'.")
         found = find_shares(plan, ratios, global_batch, {"weigh": weigh, "rebalance": rebalance}, strict=strict)
         self.plan, self.rank, self.world, self.device = found.plan, found.rank, found.world, found.device
         self.weigh, self.strict = weigh, strict

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from evener.balancer import manual_run
 from evener.balancer.cluster_diagnostics import merge_checks
-from evener.balancer.diagnostics import Check, Level, check_machine
+from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
@@ -103,6 +105,19 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(tmp_path: Path, monkey
     assert checks["runs folder"].level == "problem"
     assert "XDG_STATE_HOME" in checks["runs folder"].remedy
     assert checks["python"].level == "ok"
+
+
+def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing app is a note; each extra is one of pyproject.toml's."""
+    there = importlib.util.find_spec
+    monkeypatch.setattr("evener.balancer.diagnostics._QUERIES", {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("textual", "ray") else there(name))
+    extras = next(check for check in check_machine() if check.name == "extras")
+    assert extras.level == "note"
+    assert "app (the full-screen app)" in extras.found
+    assert "pip install 'evener[app," in extras.remedy
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"].keys() >= EXTRAS.keys()
 
 
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("note", 0), ("problem", 1)])

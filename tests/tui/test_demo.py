@@ -10,7 +10,6 @@ from evener.balancer.events import Finished
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.devices.discover import discover
 from evener.plan.file import Plan
 from evener.tui import demo
 from evener.tui.cli.main import run
@@ -31,9 +30,7 @@ def plan() -> Plan:
 def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
     """The global batch stays; the hot card has less while it is hot, and as much as planned before and after."""
     seconds = 0.0
-    machine = discover(PAIR).machine
-    assert machine is not None
-    source = TrainingSource(machine, lambda: seconds)
+    source = TrainingSource(lambda: seconds)
     source.train(plan)
     for second in range(round(3 * PERIOD_SECONDS)):
         seconds = float(second)

@@ -31,7 +31,8 @@ def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("name", ["h200x2-torch_maxer-60percent-4096", "h200x2-torch_llama-texts-256"])
 async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any, name: str) -> None:
     """One of schema 1, and one of rows of unequal length."""
-    app = app_of(played=journal.read(RECORDED / f"{name}.jsonl", foreign=True), speed=1e6)
+    record = journal.read(RECORDED / f"{name}.jsonl", foreign=True)
+    app = app_of(opens=lambda: ReplayScreen(record, 1e6))
     async with app.run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
         screen = app.screen
@@ -72,7 +73,7 @@ def test_a_journal_that_others_may_write_is_played_and_what_is_none_refused(
         (str(path), "is broken"),
         (str(text), "isn't the journal of a search"),
         ("nothing", ""),
-        (str(tmp_path), "is a folder"),
+        (str(tmp_path), "a directory"),
         ("/dev/zero", "not a plain file"),
     ):
         capsys.readouterr()

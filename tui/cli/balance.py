@@ -42,17 +42,17 @@ def balance(
     budget: Annotated[
         str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
     ] = None,
-    resume: Annotated[str | None, LENGTH("--resume", help="Go on with a run: its id, or `last`.")] = None,
+    resume: Annotated[str | None, LENGTH("--resume", help="Continue a run: its id, or `last`.")] = None,
     dry_run: Annotated[
         bool,
         LENGTH(
             "--dry-run",
-            help="Only build and take a few steps on one device; print what fits and how long a search takes.",
+            help="Only build and take a few steps on one device; print what fits and how long a search should take.",
         ),
     ] = False,
     learning: Annotated[
         str | None,
-        LENGTH("--learn", help="Train at your script's own batch for so long first, to measure --noise-scale: 60s."),
+        LENGTH("--learn", help="First train at your script's own batch this long, to measure --noise-scale: 60s."),
     ] = None,
     export: ExportOption = None,
     as_json: JsonOption = False,

@@ -18,9 +18,7 @@ SHOWN = (5, 11, 20)  # seconds of the training: as planned, while a card is hot,
 
 @app.command()
 def demo(
-    as_text: Annotated[
-        bool, typer.Option("--plain", help="Print text instead of opening the app, as where there is no terminal.")
-    ] = False,
+    as_text: Annotated[bool, typer.Option("--plain", help="Print text, on a terminal too.")] = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
@@ -35,8 +33,7 @@ def demo(
         prepare_app()
         from ..demo import DemoApp
 
-        code = draw_app(DemoApp(theme=theme or "dark", ascii=ascii_only))
-    raise typer.Exit(code)
+        raise typer.Exit(draw_app(DemoApp(theme=theme or "dark", ascii=ascii_only)))
 
 
 def _print_demo(ascii_only: bool) -> None:
@@ -44,21 +41,19 @@ def _print_demo(ascii_only: bool) -> None:
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session
-    from evener.devices.discover import discover
 
     from ..runtime.simulated_training import PAIR, TrainingSource
     from .monitor import draw_reading
     from .replay import print_events
 
     with closing(Session(open_run(Request(devices=PAIR)))) as session:
-        finished, machine = print_events(session.events()), discover(PAIR).machine
+        finished = print_events(session.events())
     assert finished is not None
-    assert machine is not None
     print("\nA training by this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
     seconds = 0
-    source = TrainingSource(machine, lambda: float(seconds))
-    source.train(finished.plan)
+    cards = TrainingSource(lambda: float(seconds))
+    cards.train(finished.plan)
     for seconds in range(max(SHOWN) + 1):
-        reading = source.sample()
+        reading = cards.sample()
         if seconds in SHOWN:
             print(f"\nAfter {seconds} s:\n{draw_reading(reading, ascii_only)}", end="")

@@ -29,7 +29,7 @@ def launch(
     max_restarts: Annotated[
         int,
         typer.Option(
-            "--max-restarts", min=0, help="If a process is killed: how often to start all again, on the devices left."
+            "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
         ),
     ] = 0,
     host: Annotated[

@@ -24,7 +24,7 @@ app = typer.Typer()
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def run(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="As you give it to a shell.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="As you would type it in a shell.")
     ] = None,
     devices: DevicesOption = "auto",
     plan: Annotated[
@@ -44,7 +44,7 @@ def run(
     max_restarts: Annotated[
         int,
         typer.Option(
-            "--max-restarts", min=0, help="If a process is killed: how often to start all again, on the devices left."
+            "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
         ),
     ] = 0,
 ) -> int:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from evener.devices.machine import Machine
-from evener.devices.simulated import SLOWDOWN_CELSIUS, SimulatedSource
+from evener.devices.simulated import SLOWDOWN_CELSIUS, SimulatedSource, catalogue
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Snapshot, value
 from evener.live.files import LiveDevice, ShareChange, Training
@@ -18,19 +17,20 @@ from evener.plan.file import Plan
 from evener.plan.solver import read_curves
 from evener.training.rebalance import Rebalancer
 
-PAIR = "sim:gtx1080ti,gtx1080"  # of the demo
+CARDS = ("gtx1080ti", "gtx1080")
+PAIR = f"sim:{','.join(CARDS)}"
 PERIOD_SECONDS, HOT_FROM, HOT_UNTIL, SLOWED = 70.0, 10.0, 45.0, 0.3  # the first device loses this share of its speed
 WINDOW_SECONDS = 2.0  # between two figures for the rule
 NOISE = 0.004
 
 
 class TrainingSource(SimulatedSource):
-    """Simulated devices on which a training runs once it has begun; `clock` gives seconds."""
+    """The demo's two cards, on which a training runs once it has begun; `clock` gives seconds."""
 
-    def __init__(self, machine: Machine, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(machine, builder=SnapshotBuilder(TrainingRates(tuple), clock))
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(catalogue(CARDS), builder=SnapshotBuilder(TrainingRates(tuple), clock))
         self._clock, self._epoch = clock, time.time() - clock()
-        self._plan: Plan | None = None
+        self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
         """Train by this plan, which has a share for each device, from the next reading on; from any thread."""
@@ -39,22 +39,22 @@ class TrainingSource(SimulatedSource):
         self._rule = Rebalancer(plan.layout.batches, read_curves(shares), most, passes=False, names=names)
         self._begun = self._ticked = self._observed = self._clock()
         self._steps, self._changes = 0.0, list[ShareChange]()
-        self._plan = plan
+        first = Training("simulated", plan.workload, 0.0, 0, 0.0, (), training="simulated", pid=os.getpid())
+        of_plan = {"plan_samples_per_second": plan.throughput.samples_per_second, "world": len(shares)}
+        self._first = msgspec.structs.replace(first, step_spread=NOISE, **of_plan)
 
     def sample(self) -> Snapshot:
         """All devices, and the training, now."""
-        if self._plan is None:
+        if self._first is None:
             return super().sample()
         now = self._clock()
-        slowed = SLOWED if HOT_FROM <= (now - self._begun) % PERIOD_SECONDS < HOT_UNTIL else 0.0
-        reports = self._train_until(now, slowed, self._plan)
-        for report in reports:
-            self.set_load(report.rank, report.samples_per_second, report.devices[0].batch)
+        hot = HOT_FROM <= (now - self._begun) % PERIOD_SECONDS < HOT_UNTIL
+        reports = self._train_until(now, SLOWED if hot else 0.0, self._first)
         snapshot = super().sample()
-        devices = (_heat(snapshot.devices[0], slowed) if slowed else snapshot.devices[0], *snapshot.devices[1:])
+        devices = (_heat(snapshot.devices[0]) if hot else snapshot.devices[0], *snapshot.devices[1:])
         return msgspec.structs.replace(snapshot, devices=devices, reports=reports, at_seconds=self._epoch + now)
 
-    def _train_until(self, now: float, slowed: float, plan: Plan) -> tuple[Training, ...]:
+    def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
         """What the ranks report after training until now; the rule's shares hold for the next reading."""
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
@@ -62,36 +62,23 @@ class TrainingSource(SimulatedSource):
         step_s = max(own) + self.machine.sync_seconds(range(len(own)))
         self._steps += (now - self._ticked) / step_s
         self._ticked, step = now, round(self._steps)
-        reports = tuple(self._report(rank, rows[rank], own[rank], step_s, plan) for rank in range(len(own)))
+        changes = tuple(self._changes[-3:])
+        told = msgspec.structs.replace(first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes)
         if now - self._observed >= WINDOW_SECONDS:
             self._observed = now
             if (change := self._rule.observe(step, own, rows)) is not None:
                 self._changes.append(ShareChange(step + 1, self._epoch + now, rows, change.shares, change.reason))
-        return reports
+        return tuple(self._of_rank(rank, told, rows[rank], own[rank]) for rank in range(len(own)))
 
-    def _report(self, rank: int, rows: int, own_s: float, step_s: float, plan: Plan) -> Training:
-        device = self.devices()[rank]
-        live = LiveDevice(device.id, device.index, rows, rows / step_s, rows, own_s, step_s - own_s, own_spread=NOISE)
-        return Training(
-            framework="simulated",
-            workload=plan.workload,
-            samples_per_second=rows / step_s,
-            step=round(self._steps),
-            updated_at=self._epoch + self._ticked,
-            devices=(live,),
-            training="simulated",
-            rank=rank,
-            world=len(self.devices()),
-            step_s=step_s,
-            step_spread=NOISE,
-            plan_samples_per_second=plan.throughput.samples_per_second,
-            changes=tuple(self._changes[-3:]),
-            pid=os.getpid(),
-        )
+    def _of_rank(self, rank: int, told: Training, rows: int, own_s: float) -> Training:
+        device, speed = self.devices()[rank], rows / told.step_s
+        self.set_load(rank, speed, rows)
+        live = LiveDevice(device.id, rank, rows, speed, rows, own_s, told.step_s - own_s, own_spread=NOISE)
+        return msgspec.structs.replace(told, rank=rank, samples_per_second=speed, devices=(live,))
 
 
-def _heat(sample: DeviceSample, slowed: float) -> DeviceSample:
+def _heat(sample: DeviceSample) -> DeviceSample:
     """The reading of a device that heat slows down."""
-    clock_mhz = value(round((1 - slowed) * (sample.clock_mhz.current or 0.0)))
-    held = {"throttled_percent": value(100 * slowed), "throttle_reasons": ("heat (hardware)",), "clock_mhz": clock_mhz}
+    clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
+    held = {"throttled_percent": value(100 * SLOWED), "throttle_reasons": ("heat (hardware)",), "clock_mhz": clock_mhz}
     return msgspec.structs.replace(sample, temperature_celsius=value(SLOWDOWN_CELSIUS), **held)

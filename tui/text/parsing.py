@@ -40,10 +40,10 @@ REQUEST_HELP = {
     "micro": "auto: compute a share that doesn't fit in memory in several passes; off: keep to what fits at once.",
     "objective": f"What to maximise; {'; '.join(f'{name}: {one.summary}' for name, one in OBJECTIVES.items())}.",
     "max_slowdown": "How much slower than the fastest the most efficient layout may be. Default: 10%.",
-    "noise_scale": "Rows from which on a batch is mostly repeating itself: a number, or the training that measured it"
-    " with --noise: its id, or `last`.",
-    "own_batch": "Rows of a step in your script today, in all its processes, for advice on the learning rate. Default:"
-    " the training's of --noise-scale.",
+    "noise_scale": "Noise scale of the gradient: rows, or the training that measured it with --noise: its id, or"
+    " `last`.",
+    "own_batch": "Rows per step of your script today, over all processes, for advice on the learning rate. Default:"
+    " that of --noise-scale's training.",
     "budget": "Longest time to measure, like 90s or 5m; none: no limit.",
     "tolerance": "Take the smallest global batch within this fraction of the fastest; 0.02 is 2 %.",
     "pace": "Simulated devices: real seconds for each simulated one; 0 doesn't wait.",
