@@ -15,6 +15,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+EVERY = 8  # steps, of which one is looked at: two norms in each step would cost about 1 % of it
 BLOCK = 8  # samples whose mean is one figure of the interval
 FEWEST_BLOCKS = 6  # for an interval
 KEPT = 0.97  # of a block's weight as the next one comes: about 33 blocks count
@@ -73,18 +74,6 @@ def rate_gain(batch: int, other: int, noise_scale: float) -> float:
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
-class _Block:
-    """The sums of some samples."""
-
-    def __init__(self) -> None:
-        self.samples, self.noise, self.signal = 0, 0.0, 0.0
-
-    def add(self, sample: Sample) -> None:
-        self.samples += 1
-        self.noise += sample.noise
-        self.signal += sample.signal
-
-
 class NoiseWindow:
     """Averages noise and signal over the last samples; older ones count less, by `kept` for each block since.
 
@@ -94,26 +83,28 @@ class NoiseWindow:
     def __init__(self, kept: float = KEPT) -> None:
         self._kept = kept
         most = None if kept == 1 else math.ceil(math.log(1e-3) / math.log(kept))
-        self._blocks: deque[_Block] = deque([_Block()], maxlen=most)
+        self._blocks: deque[Sample] = deque(maxlen=most)  # sums over BLOCK samples
+        self._open: list[Sample] = []  # of the block to come
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
         """Take a step's sample; one that isn't finite, as of a step that overflowed, is left out."""
-        if not (math.isfinite(sample.noise) and math.isfinite(sample.signal)):
+        if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
-        self._blocks[-1].add(sample)
-        if self._blocks[-1].samples == BLOCK:
-            self._blocks.append(_Block())
+        self._open.append(sample)
+        if len(self._open) == BLOCK:
+            self._blocks.append(Sample(*map(math.fsum, zip(*self._open, strict=True))))
+            self._open.clear()
 
     def scale(self) -> NoiseScale | None:
         """The noise scale with its interval, or None before there are enough samples."""
-        full = [block for block in self._blocks if block.samples == BLOCK]
-        if len(full) < FEWEST_BLOCKS:
+        if len(self._blocks) < FEWEST_BLOCKS:
             return None
-        weights = [self._kept**age for age in range(len(full))][::-1]
-        noise, signal = (_mean(weights, [getattr(each, name) for each in full]) for name in ("noise", "signal"))
-        low, high = _interval(weights, [each.noise for each in full], [each.signal for each in full])
+        weights = [self._kept**age for age in range(len(self._blocks))][::-1]
+        columns = list(zip(*self._blocks, strict=True))
+        noise, signal = (_mean(weights, each) for each in columns)
+        low, high = _interval(weights, *columns)
         if noise <= 0:
             return NoiseScale(0.0, 0.0, min(high, ENDLESS), self._samples)
         rows = min(noise / signal, ENDLESS) if signal > 0 else ENDLESS

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
 from .collectives import make_buckets, note_own, own_collectives
-from .noise import NoiseSampler
 
 
 class Held:
@@ -120,7 +119,7 @@ class Exchange:
         self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
-        self.noise: NoiseSampler | None = None  # sees what is summed
+        self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self._bytes, self._alone = bucket_bytes, alone
         self._buffers = [each for name, each in module.named_buffers() if name not in ignored]
         self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(self._buffers)
@@ -327,11 +326,13 @@ class Exchange:
 
     # ------------------------------------------------------------------ a pass that failed
 
-    def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
+    def open(self, dependent: bool, rows: int) -> None:
+        """Prepare for the backward pass of these rows, 0 if it is another one of the same; `dependent` as in Held."""
         self._fired = bytearray(len(self.parameters))
         self._armed = self._alone
         self.held.open(dependent)
+        if self._alone and self.noise is not None:
+            self.noise.expect(rows)
 
     def close(self) -> None:
         """Finish after the backward pass."""
@@ -339,6 +340,8 @@ class Exchange:
             self._armed = False
             self.held.merge(self._fired)
             self.held.close()
+            if self.noise is not None:
+                self.noise.take_sum()
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that a pass may change."""
@@ -349,6 +352,8 @@ class Exchange:
         """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""
         _open.pop(self, None)
         self.held.fail(self._fired)
+        if self._alone and self.noise is not None:
+            self.noise.leave_out()
         self._armed = self._blind = False
 
 

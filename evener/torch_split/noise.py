@@ -1,32 +1,33 @@
-"""Samples of a training's noise scale, taken as its gradients are summed over the ranks anyway.
+"""Samples of a training's noise scale, taken as gradients are summed anyway: over ranks, or over the passes of a step.
 
-In one of EVERY steps each rank adds the squared norm of its own gradient to a sum over the ranks, and that of the
-summed gradient is taken beside it, before anything is clipped. The device isn't waited for: a sample is read once it
-is there. Weights aren't touched.
+In one of EVERY steps the squared norm of each part of the gradient is taken, and beside it that of their sum, before
+anything is clipped. Parts are the ranks' own gradients, or of one process the passes of a step. The device isn't waited
+for: a sample is read once it is there. Weights aren't touched.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..learning.noise_scale import NoiseScale, NoiseWindow, describe, separate
+from ..learning.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
 from .collectives import Bucket, note_own
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
-EVERY = 8  # steps, of which one is looked at: two norms in each step would cost about 1 % of it
 
 
 class NoiseSampler:
     """Takes the noise scale of one model's gradient, in rows; equal on all ranks.
 
-    `begin` is called for each batch with the rows of each rank, and `note` with the batch that a backward pass is of,
-    where that is known: a loop may get a batch before it has trained the last one.
+    `begin` is called for each batch with the rows of each rank, none if they aren't known, after this many updates of
+    the weights.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -34,6 +35,38 @@ class NoiseSampler:
         self.accumulated = 1  # batches of these rows that `begin` stands for
         self.window, self.every = window or NoiseWindow(), every
         self._batch = 0  # rows of the last one that was looked at
+        self._exchange: Callable[[], Any] = lambda: None
+        self._pending: deque[_Pending] = deque()
+
+    def attach(self, exchange: Any) -> None:
+        """Look at the gradients of this exchange."""
+        exchange.noise, self._exchange = self, weakref.ref(exchange)
+
+    def begin(self, sizes: Sequence[int], updates: int) -> None:
+        """Begin a batch."""
+        raise NotImplementedError
+
+    def scale(self) -> NoiseScale | None:
+        """The noise scale by the samples that the device has computed; None before there are enough."""
+        while self._pending and self._pending[0].is_there():
+            self.window.add(self._pending.popleft().read())
+        return self.window.scale()
+
+    def describe(self) -> str:
+        """A sentence of the noise scale beside the last batch; empty before there is one."""
+        found = self.scale()
+        return "" if found is None else describe(found, self._batch, self.steps)
+
+
+class RankNoise(NoiseSampler):
+    """Compares the ranks' own gradients.
+
+    `note` is called with the batch that a backward pass is of, where that is known: a loop may get a batch before it
+    has trained the last one.
+    """
+
+    def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
+        super().__init__(window, every)
         self._begun: list[tuple[int, ...]] = []  # rows of each rank in the batches since the last sum
         self._noted: list[Any] = []  # the batches themselves
         self._summed, self._updates = False, 0  # a sum that no optimizer has applied yet
@@ -41,10 +74,9 @@ class NoiseSampler:
         self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
         self._sum: Any = None  # under way: the work, with what it sums
         self._sample: _Pending | None = None  # of a batch that may not be over
-        self._pending: deque[_Pending] = deque()
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
-        """Begin a batch in which each rank has these rows, none if they aren't known, after this many updates."""
+        """Begin a batch."""
         if self._sample is not None:
             self._pending.append(self._sample)
             self._sample = None
@@ -87,23 +119,12 @@ class NoiseSampler:
         self._summed = True
         self.steps += 1
 
-    def scale(self) -> NoiseScale | None:
-        """The noise scale by the samples that the device has computed; None before there are enough."""
-        while self._pending and self._pending[0].is_there():
-            self.window.add(self._pending.popleft().read())
-        return self.window.scale()
-
-    def describe(self) -> str:
-        """A sentence of the noise scale beside the last batch; empty before there is one."""
-        found = self.scale()
-        return "" if found is None else describe(found, self._batch, self.steps)
-
     def _is_sampled(self) -> bool:
         """True if the step is looked at: it is its turn, and its batches have the same rows, on two ranks or more."""
-        batches = self._batches()
-        if self.steps % self.every or self._goes_on or len(set(batches)) != 1:
+        if self.steps % self.every or self._goes_on:
             return False
-        return sum(size > 0 for size in batches[0]) > 1
+        batches = self._batches()
+        return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
         """Rows of each rank in the batches that the gradients are of."""
@@ -113,6 +134,96 @@ class NoiseSampler:
         """Rows of each rank that the sum is a mean over."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
+
+
+class _Pass:
+    """A pass of a step: its rows, and the norms of its gradients by the parameters' places."""
+
+    def __init__(self, rows: int, cut: bool) -> None:
+        self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
+        self.norms: dict[int, torch.Tensor] = {}
+
+
+class PassNoise(NoiseSampler):
+    """Compares the passes of a step in one process: parts of a batch, or batches whose gradients are accumulated.
+
+    A gradient is looked at as it comes, before it is added to that of the passes before.
+    """
+
+    def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
+        super().__init__(window, every)
+        self._updates = -1  # before the step that goes on
+        self._next = 0  # the step that is looked at next
+        self._handles: list[Any] = []  # of the hooks, in a step that is looked at
+        self._passes: list[_Pass] = []  # of the step
+        self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
+        self._mixed = self._compared = False  # passes that can't be told apart; two that were compared
+
+    def begin(self, sizes: Sequence[int], updates: int) -> None:
+        """Begin a batch; RequestError where the first step that is looked at has one pass."""
+        if updates != self._updates:
+            self._end_step()
+            self._updates, exchange = updates, self._exchange()
+            if exchange is not None and self.steps >= self._next:
+                pairs = enumerate(exchange.parameters)
+                self._handles = [p.register_hook(partial(self._note, i)) for i, p in pairs if p.requires_grad]
+        self._expect(_Pass(sum(sizes), cut=False))
+
+    def expect(self, rows: int) -> None:
+        """The backward pass that comes is of a part of these rows; 0: it is another one of the same part."""
+        if rows:
+            self._expect(_Pass(rows, cut=True))
+
+    def take_sum(self) -> None:
+        """Take the norm of the sum of all gradients so far."""
+        gradients = [each.grad for each in self._exchange().parameters if each.grad is not None]
+        if self._handles and len(self._passes) > 1 and gradients:
+            self._whole = _add_squares([_norm(each) for each in gradients])
+
+    def leave_out(self) -> None:
+        """Leave out this step, as a pass has failed and is computed again."""
+        for each in self._handles:
+            each.remove()
+        self._handles = []
+
+    def _expect(self, coming: _Pass) -> None:
+        if self._passes and not self._passes[-1].norms:
+            self._passes.pop()  # a batch that is cut, or without a gradient so far
+        self._passes.append(coming)
+
+    def _note(self, place: int, gradient: torch.Tensor) -> None:
+        """Take the norm of a parameter's gradient in a backward pass."""
+        first, last = self._passes[0], self._passes[-1]
+        if not last.norms:
+            self._whole = None
+        self._mixed |= place in last.norms
+        last.norms[place] = _norm(gradient.detach())
+        if last is not first and not last.cut and len(last.norms) == len(first.norms):
+            torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
+
+    def _end_step(self) -> None:
+        passes = [each for each in self._passes if each.norms]
+        if self._handles:
+            self._next = self.steps + self.every
+            self._compare(passes)
+        self.leave_out()
+        self._passes, self._whole, self._mixed = self._passes[len(passes) :], None, False
+        self.steps += self._updates >= 0
+
+    def _compare(self, passes: Sequence[_Pass]) -> None:
+        sizes = tuple(each.rows for each in passes)
+        if len(passes) < 2 and not self._compared:
+            raise RequestError(
+                "The noise scale is seen between ranks, or between the passes of a step, and one process takes each"
+                " step in one pass.",
+                "Accumulate a step over two parts of its batch, train on two ranks, or leave noise out.",
+            )
+        known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
+        if self._whole is None or self._mixed or not known:
+            return
+        own = [_add_squares(list(each.norms.values())) * (sum(sizes) ** 2 / each.rows) for each in passes]
+        self._pending.append(_Pending(sizes, torch.cat([torch.stack(own).sum(0), self._whole.to(own[0].device)])))
+        self._batch, self._compared = sum(sizes), True
 
 
 class _Pending:
@@ -136,7 +247,8 @@ class _Pending:
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
     """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the host."""
-    return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
+    values = gradients.coalesce().values() if gradients.is_sparse else gradients
+    return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
 
 
 def _add_squares(norms: list[torch.Tensor]) -> torch.Tensor:
@@ -149,12 +261,8 @@ def _add_squares(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def make_noise(wanted: bool, world: int) -> NoiseSampler | None:
-    """A sampler if the noise scale is wanted; RequestError where one rank trains, which has nothing to compare with."""
-    if wanted and world == 1:
-        raise RequestError(
-            "The noise scale is seen between ranks, and one process trains.", "Leave noise out, or train on two ranks."
-        )
-    return NoiseSampler() if wanted else None
+    """A sampler for one of `world` ranks, if the noise scale is wanted."""
+    return None if not wanted else PassNoise() if world == 1 else RankNoise()
 
 
 def refuse_noise(library: str) -> RequestError:

@@ -162,8 +162,9 @@ class Passes:
         if self._part is not None:
             self._look_for_meetings(self._part)
         dependent = self._state is not None and self._state.is_changed()
+        rows = 0 if self._part is None or self._ended else self._part.rows
         for exchange in self._exchanges:
-            exchange.open(dependent)
+            exchange.open(dependent, rows)
 
     def close(self) -> None:
         """Finish after the backward pass of a part."""

@@ -46,7 +46,7 @@ class BatchWeights:
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
-        self.noise: NoiseSampler | None = None  # of the model that exchanges gradients
+        self.noise: NoiseSampler | None = None  # of the one model that is trained
         self.in_pass = False  # of a trainer's, where shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
@@ -128,23 +128,28 @@ class BatchWeights:
     def _sample(self, exchange: Exchange) -> None:
         """Take the noise scale of this model's gradients, which may have been wrapped before."""
         own = set(map(id, exchange.parameters))
-        for other in self._exchanges:
+        for other in (*self._exchanges, *self._alone.values()):
             if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
                 raise RequestError(
-                    "Two models exchange gradients, and a noise scale is of one.", "Leave noise out, or wrap one model."
+                    "Two models are trained, and a noise scale is of one.", "Leave noise out, or wrap one model."
                 )
             other.noise = None
-        exchange.noise = self.noise
+        self.noise.attach(exchange)
 
     def _exchange_alone(self, model: Any) -> Exchange:
         if model not in self._alone:
-            self._alone[model] = Exchange(model, alone=True)
+            made = Exchange(model, alone=True)
+            if self.noise is not None:
+                self._sample(made)
+            self._alone[model] = made
         return self._alone[model]
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Look at each of its forward passes."""
         self.models.add(model)
         watch(model, device, self.forward)
+        if self.noise is not None and self.shares.world == 1:
+            self._exchange_alone(model)
 
     def _begin_backward(self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any) -> None:
         """Weigh the gradients of a batch; RequestError if its rows are unknown, or another's are in the same pass."""

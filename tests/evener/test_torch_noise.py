@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 
 from evener.errors import RequestError
-from evener.torch_split import Split
+from evener.torch_split.noise import PassNoise
 from tests.support import torch_noise_programs as programs
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -39,10 +40,13 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["huggingface", "lightning"])
 def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str) -> None:
-    """With a batch at a time, and accumulated by two."""
+    """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also with accelerate."""
     pytest.importorskip("transformers" if trainer == "huggingface" else "lightning")
     truth = programs.true_noise_scale(programs.network(), programs.data())
-    for found in trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2)[0]:
+    measured, same = trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2)[0]
+    assert same
+    assert all(same)
+    for found in measured:
         assert found["rows"] == pytest.approx(truth, rel=0.15)
         assert found["low"] < truth < found["high"]
 
@@ -65,9 +69,43 @@ def test_weights_are_bit_for_bit_those_of_a_training_without(exact: list[Any], n
 def test_what_sums_gradients_itself_and_a_second_model_are_refused(exact: list[Any]) -> None:
     for sharded, second in (rank["refused"] for rank in exact):
         assert sharded.startswith("FSDP sums the gradients itself")
-        assert second.startswith("Two models exchange gradients")
+        assert second.startswith("Two models are trained")
 
 
-def test_one_process_is_refused() -> None:
-    with pytest.raises(RequestError, match="one process trains"):
-        Split(ratios=(1,), global_batch=8, noise=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", programs.ALONE)
+def test_one_process_compares_the_passes_of_a_step(name: str) -> None:
+    case = programs.ALONE[name]
+    truth = programs.true_noise_scale(programs.network(), programs.data())
+    found, _ = programs.measure(case, steps=programs.STEPS * case.get("accumulate", 1))
+    assert found["rows"] == pytest.approx(truth, rel=0.15)
+    assert found["low"] < truth < found["high"]
+    without, with_noise = (programs.learn(case, noise) for noise in (False, True))
+    assert all(map(torch.equal, without, with_noise))
+
+
+def test_steps_of_one_pass_are_refused() -> None:
+    with pytest.raises(RequestError, match="one process takes each step in one pass"):
+        programs.learn({"shares": (8,)}, noise=True)
+
+
+def test_memory_that_runs_out_in_a_pass_leaves_its_step_out() -> None:
+    split = programs.make_split((64,), (16,), noise=True)
+    model, noise = split.wrap(programs.network()), split._planned.noise
+    assert isinstance(noise, PassNoise)
+    noise.every, passes = 1, 0
+
+    def fail_once(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 7:  # the third of the second step
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model[0].register_forward_hook(fail_once)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for batch in islice(split.loader(programs.data()), 6):
+        programs.train(split, model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    noise.scale()
+    assert (noise.steps, noise.window._samples) == (5, 4)

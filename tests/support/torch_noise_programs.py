@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -29,6 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"shares": (24, 8), "accumulate": 2},
     "by loss": {"shares": (60, 20), "weigh": "loss"},
     "rebalanced": {"shares": (60, 20), "changes": True},
+}
+ALONE: dict[str, dict[str, Any]] = {  # in one process
+    "equal passes": {"shares": (64,), "micros": (16,)},
+    "unequal passes": {"shares": (64,), "micros": (30,)},
+    "accumulated": {"shares": (32,), "accumulate": 2},
+    "a plain loop": {"shares": (32,), "accumulate": 2, "weigh": "loss"},
 }
 
 
@@ -65,7 +72,9 @@ def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options:
         return Split(ratios=shares, global_batch=sum(shares), **options)
     plan = example_plan(shares)
     layout = make_layout(plan.layout.kind, plan.layout.share, shares, micros=micros)
-    return Split(msgspec.structs.replace(plan, layout=layout), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a plan for other devices
+        return Split(msgspec.structs.replace(plan, layout=layout), **options)
 
 
 def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS) -> Any:
@@ -117,10 +126,11 @@ def learn(case: dict[str, Any], noise: bool) -> list[torch.Tensor]:
     split = make_split(**options, noise=noise)
     model = split.wrap(network())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for batch in islice(split.loader(data(), drop_last=True), 40):
-        optimizer.zero_grad()
+    for done, batch in enumerate(islice(split.loader(data(), drop_last=True), 40), 1):
         train(split, model, batch)
-        optimizer.step()
+        if done % case.get("accumulate", 1) == 0:
+            optimizer.step()
+            optimizer.zero_grad()
     return [each.detach().clone() for each in model.parameters()]
 
 
