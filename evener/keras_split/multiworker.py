@@ -21,6 +21,7 @@ from .compatibility import COUNTS, PartKinds
 from .divisions import Cut
 from .group import Group, digest_labels, refuse_other
 from .group_metrics import StepMetrics, whole_statistics
+from .group_noise import GroupNoise
 from .keras_step import (
     OwnRows,
     Tensors,
@@ -58,6 +59,7 @@ class Workers:
         self.lines: list[str] = []  # of the retreats of all processes
         self._unshared: list[str] = []  # of this one's
         self._named = device
+        self.noise: GroupNoise | None = None
         self.unchecked = True  # a training begins
         with tf.device("CPU:0"):
             self._other = tf.Variable(tf.zeros([], tf.int64), trainable=False)  # a rank with other data, if above 0
@@ -97,7 +99,8 @@ class Workers:
         work, step, spread = self.times.summarize()
         group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
         figures = group.name, group.rank, group.size, promised, step, spread
-        return Details(*figures, times=(work,), changes=changes, retreats=self.retreats, retreat=clean(self.retreat))
+        found = Details(*figures, times=(work,), changes=changes, retreats=self.retreats, retreat=clean(self.retreat))
+        return found if self.noise is None else found._replace(noise=self.noise.scale())
 
     def note_retreat(self, retreat: Retreat) -> None:
         """A pass ran out of memory, and smaller ones follow."""
@@ -183,20 +186,24 @@ class Workers:
         added = [each for _, each in changes]
         ready = self.times.now([*reached.values(), *added, loss])
         work, seen = (self.times.spread(each, kind) for each in (ready - began, 0 if digest is None else digest))
+        noise = self.noise.weigh(list(reached.values()), own.size, own.rows) if self.noise else 0
         ordered = [*sent, loss, *added, *reversed(reached.values())]  # a backward pass has the last layer's first
-        *sums, both = self.group.sum([*ordered, tf.concat([work, seen], 0)], apart=1)  # which need not wait for a clock
-        self._note(own, began, ready, both, digest)
+        last = tf.concat([work, seen, [tf.cast(noise, kind)]], 0)  # which need not wait for a clock
+        *sums, last = self.group.sum([*ordered, last], apart=1)
+        work, seen, weighted = tf.split(last, [self.group.size, self.group.size, 1])
+        self._note(own, began, ready, work, seen, digest)
         left = iter(sums)
         summed, loss = [next(left) for _ in sent], next(left)
         for update, (start, _) in zip(result.updates, changes, strict=True):
             update.state.assign(start + next(left))
         reached = dict(zip(reversed(reached), left, strict=True))
+        if self.noise is not None:
+            self.noise.note(weighted[0], list(reached.values()), self.cut.bounds(own.rows))
         apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
         return summed, loss
 
-    def _note(self, own: OwnRows, began: Any, ready: Any, both: Any, digest: Any) -> None:
+    def _note(self, own: OwnRows, began: Any, ready: Any, work: Any, seen: Any, digest: Any) -> None:
         """Keep every process' own work, and whose batch is another one than the first process has."""
-        work, seen = tf.split(both, 2)
         self.times.note(own.rows, began, ready, work)
         if digest is not None:
             self._other.assign(tf.maximum(self._other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from ..errors import PlanError, RequestError
+from ..learning.noise_scale import NoiseScale
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
 from ..shares.whole_rows import batch_in_one_pass, is_ratio, largest_pass
@@ -22,6 +23,7 @@ from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_a
 from .divisions import Cut
 from .fit_hooks import FitHooks
 from .group import Group, check_rebalance, group_from_environment, order_by_device
+from .group_noise import GroupNoise
 from .keras_step import SingleDevice
 from .multiworker import Workers
 from .rebalancing import GroupRebalancer, make_changing
@@ -38,7 +40,8 @@ class Split:
     `Split(gpus=2)`, `Split(gpus=[0, 1], ratios=[768, 560])` mean what they meant to `multi_gpu_model`; `devices` takes
     TensorFlow's names instead. Make it before the model.
     PlanError, RequestError or DeviceError if it can't be done; SplitWarning, or PlanError with `strict`, where the plan
-    was made for something else. With `rebalance`, the shares of a group follow its processes' own work.
+    was made for something else. With `rebalance`, the shares of a group follow its processes' own work; with `noise`,
+    `noise_scale` is measured in a group while it trains: what a larger batch would cost (docs/learning.md).
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Split:
         engine: str = "auto",
         strict: bool = False,
         rebalance: bool = False,
+        noise: bool = False,
     ) -> None:
         if engine not in ENGINES:
             raise RequestError(f"There is no engine {engine!r}.", f"Choose one of {', '.join(ENGINES)}.")
@@ -73,6 +77,12 @@ class Split:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
+        if noise and self.engine != "multiworker":
+            raise RequestError(
+                f"A noise scale is seen between processes, and engine={self.engine!r} has one.",
+                "Start a process for each device with evener launch, or leave noise out.",
+            )
+        self._noise = GroupNoise() if noise else None  # of the last model
         self._changing = None
         if rebalance and self.engine != "solo":
             self.cut = self._changing = make_changing(self.cut, self.global_batch, self.engine)
@@ -99,6 +109,11 @@ class Split:
     def shares(self) -> tuple[int, ...]:
         """Samples of a whole global batch for each device that computes; without one, the ratios in whole numbers."""
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The noise scale of the gradient so far, in rows, with its interval; None before enough steps."""
+        return None if self._noise is None else self._noise.scale()
 
     def scope(self) -> AbstractContextManager[Any]:
         """The scope in which the model and its optimizer are made: the first device."""
@@ -208,6 +223,8 @@ class Split:
                 own = describe(self.rank_shares[group.rank]) if self.rank_shares else self.devices[group.rank]
                 workers = Workers(model, self.cut, group, rule, own)
                 workers.limit = workers.limit if self.survives else None
+                if self._noise is not None:
+                    self._noise = workers.noise = GroupNoise()
                 return workers
         return Towers(model, self.devices, self.cut)
 

@@ -314,6 +314,7 @@ def test_half_precision_differs_by_rounding(proofs: Any) -> None:
         ("nothing", "needs a plan, or gpus"),
         ("group missing", "needs a process for each device"),
         ("no file", "nowhere.toml can't be read"),
+        ("noise", "seen between processes, and engine='towers' has one"),
         ("other precision, strict", "measured in float64, this model is mixed_bfloat16"),
     ],
 )

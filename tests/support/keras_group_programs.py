@@ -23,7 +23,7 @@ from keras import layers, ops
 
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning
-from tests.support import launched_plan
+from tests.support import keras_noise_program, launched_plan
 from tests.support.keras_twice import leave_graphs_alone, train_twice
 
 RANDOM = np.random.default_rng(5)
@@ -403,6 +403,7 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     return found | {
         "refused": refused(split),
         "half": half(split),
+        "noise": keras_noise_program.train(split),
         "measured": [measured("towers"), measured("multiworker")],
     }
 

@@ -471,6 +471,7 @@ def requests() -> dict[str, str]:
         "nothing": lambda: Split(),
         "group missing": lambda: Split(devices=two, engine="multiworker"),
         "no file": lambda: Split("nowhere.toml"),
+        "noise": lambda: Split(devices=two, noise=True),
         "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(lambda: half_precision()),
     }
     return {name: said(action) for name, action in tried.items()}
