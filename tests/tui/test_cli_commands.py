@@ -360,6 +360,7 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["runs", "show", "nowhere"], 2, "run"),
         (["balance", "--devices", "gpu"], 3, ""),
         (["devices", "--devices", "cpu:99"], 2, "99"),
+        (["run", "--devices", "cpu/1", "--noise", "--", "true"], 2, "on one device there is one"),
         (["fly"], 2, "fly"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -64,6 +64,11 @@ def run(
         if balance:
             plan = measure_plan(read, devices, Path(folder, "measured.toml"))
         chosen, given = choose_plan(plan, devices, read.identity)
+        if noise and len(chosen.layout.active) == 1:
+            raise RequestError(
+                "--noise compares the processes of a training, and on one device there is one.",
+                "Leave --noise out, give two devices, or write Split(noise=True) in the script (docs/learning.md).",
+            )
         path = Path(folder, "plan.toml")
         chosen.save(path)
         notes = Path(folder, "notes")
