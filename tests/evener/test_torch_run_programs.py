@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, 
 @pytest.mark.parametrize(("module", "name"), EXACT)
 def test_a_program_of_means_is_trained_by_shares(server: RankServer, tmp_path: Path, module: str, name: str) -> None:
     assert run(server, tmp_path, module, name)[0] == "by shares"
+
+
+def test_its_weights_are_bit_for_bit_the_same_where_noise_is_measured(server: RankServer, tmp_path: Path) -> None:
+    found, program = [], ("tests.support.run_exact_loops", "accumulated by no sync")
+    for noise in (False, True):
+        own = tmp_path / str(noise)
+        server.run(f"{PARTS}.run_twice", own, *program, free_port(), noise, ranks=place_ranks(2))
+        found += [json.loads((own / f"{rank}.json").read_text())[1] for rank in (0, 1)]
+    assert found[0]["hooks"]
+    assert all(each["weights"] == found[0]["weights"] for each in found)
 
 
 @pytest.mark.parametrize(("module", "name", "words"), OTHER)

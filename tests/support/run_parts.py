@@ -101,22 +101,22 @@ class Seen(msgspec.Struct):
     warned: bool = False
 
 
-def run_twice(folder: Path, rank: int, module: str, name: str, port: int) -> None:
+def run_twice(folder: Path, rank: int, module: str, name: str, port: int, noise: bool = False) -> None:
     """Run a program bare and then hooked, by shares of 3:1; leaves what was seen in the folder."""
     warnings.simplefilter("ignore")
     program = import_module(module).PROGRAMS[name]
     bare = _run(program)
     (folder / "plan.toml").write_text(PLAN) if rank == 0 else None
     os.environ["MASTER_PORT"] = str(port)
-    hooked = _run_hooked(folder, rank, name, program)
+    hooked = _run_hooked(folder, rank, name, program, noise)
     (folder / f"{rank}.json").write_bytes(msgspec.json.encode([bare, hooked]))
 
 
-def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any]) -> Seen:
+def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any], noise: bool) -> Seen:
     from evener.program.install import install
     from evener.program.notes import ProgramSettings
 
-    settings = ProgramSettings("", name, rebalance=False)
+    settings = ProgramSettings("", name, rebalance=False, noise=noise)
     os.environ[launched.PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ[launched.PLAN] = str(folder / "plan.toml")
     os.environ[launched.DEVICE] = f"cpu-{rank}-of-2"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.learning.noise_scale import NoiseWindow
+from evener.torch_split import Split
 from tests.support.torch_noise_programs import STEPS, data, network
 
 SHARES = (40, 24)
@@ -30,17 +33,32 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(outputs, labels), "logits": outputs}
 
 
+EXACT = 6  # steps
+Learned = tuple[Any, list[torch.Tensor]]  # the noise scale, and the weights
+
+
 def set_up(noise: Any) -> None:
     """Look at every step, and let all count alike."""
-    noise.window, noise.every = NoiseWindow(1), 1
+    if noise is not None:
+        noise.window, noise.every = NoiseWindow(1), 1
+
+
+def save(folder: Path, rank: int, train: Any, *exact: Any) -> None:
+    """What a trainer measures with a batch at a time, and accumulated by two; whether weights are the same without.
+
+    `exact` are functions that train with noise or without.
+    """
+    same = [all(map(torch.equal, learn(False)[1], learn(True)[1])) for learn in exact]
+    torch.save(([train(1, STEPS)[0], train(2, STEPS // 2)[0]], same), folder / f"{rank}.pt")
 
 
 def huggingface(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    torch.save([train_huggingface(1, STEPS), train_huggingface(2, STEPS // 2)], folder / f"{rank}.pt")
+    exact = partial(train_huggingface, 1, EXACT, 0.1)
+    save(folder, rank, train_huggingface, exact, train_accelerate)
 
 
-def train_huggingface(accumulated: int, steps: int) -> Any:
+def train_huggingface(accumulated: int, steps: int, rate: float = 0.0, noise: bool = True) -> Learned:
     from transformers import Trainer, TrainingArguments
 
     from evener.huggingface import with_plan
@@ -51,7 +69,7 @@ def train_huggingface(accumulated: int, steps: int) -> Any:
             output,
             use_cpu=True,
             max_steps=steps,
-            learning_rate=0.0,
+            learning_rate=rate,
             optim="sgd",
             max_grad_norm=1e-3,
             gradient_accumulation_steps=accumulated,
@@ -61,22 +79,37 @@ def train_huggingface(accumulated: int, steps: int) -> Any:
             save_strategy="no",
             logging_strategy="no",
         )
-        planned = with_plan(Trainer, ratios=SHARES, global_batch=sum(SHARES), noise=True)
+        planned = with_plan(Trainer, ratios=SHARES, global_batch=sum(SHARES), noise=noise)
         trainer = planned(model=Classifier(), args=arguments, train_dataset=rows)
         set_up(trainer._planned.noise)
+        torch.manual_seed(0)
         trainer.train()
-        return msgspec.to_builtins(trainer._planned.noise.scale())
+        measured = trainer._planned.noise and msgspec.to_builtins(trainer._planned.noise.scale())
+        return measured, [each.detach() for each in trainer.model.parameters()]
+
+
+def train_accelerate(noise: bool) -> Learned:
+    from accelerate import Accelerator
+
+    split = Split(ratios=SHARES, global_batch=sum(SHARES), noise=noise)
+    set_up(split._planned.noise)
+    torch.manual_seed(0)
+    loader, model = split.loader(data()), split.wrap(Accelerator(cpu=True).prepare(network()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for inputs, labels in islice(loader, EXACT):
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return None, [each.detach() for each in model.parameters()]
 
 
 def lightning(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    torch.save([train_lightning(1), train_lightning(2)], folder / f"{rank}.pt")
+    save(folder, rank, train_lightning, partial(train_lightning, 1, EXACT, 0.1))
 
 
-def train_lightning(accumulated: int) -> Any:
+def train_lightning(accumulated: int, steps: int, rate: float = 0.0, noise: bool = True) -> Learned:
     import lightning
-
-    from evener.torch_split import Split
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -87,17 +120,16 @@ def train_lightning(accumulated: int) -> Any:
             return F.cross_entropy(self.network(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.0)
+            return torch.optim.SGD(self.parameters(), rate)
 
-    split = Split(ratios=SHARES, global_batch=sum(SHARES), noise=True)
-    assert split._planned.noise is not None
+    split = Split(ratios=SHARES, global_batch=sum(SHARES), noise=noise)
     set_up(split._planned.noise)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=split.world,
         strategy=split.strategy(),
         use_distributed_sampler=False,
-        max_steps=STEPS // accumulated,
+        max_steps=steps,
         accumulate_grad_batches=accumulated,
         gradient_clip_val=1e-3,
         logger=False,
@@ -105,5 +137,6 @@ def train_lightning(accumulated: int) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), split.loader(data(), drop_last=True))
-    return msgspec.to_builtins(split.noise_scale)
+    module = Module()
+    trainer.fit(module, split.loader(data(), drop_last=True))
+    return msgspec.to_builtins(split.noise_scale), [each.detach() for each in module.parameters()]
