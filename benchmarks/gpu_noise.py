@@ -1,11 +1,11 @@
 """What measuring the noise scale costs a step: turns with and without it, one after the other, in one training.
 
-    python -m benchmarks.gpu_noise [--turns 24] [--rows 32] [--json FILE]
+    python -m benchmarks.gpu_noise [--turns 24] [--every 8 1] [--rows 32] [--json FILE]
 
 A decoder-only model of 100 million parameters, in float32 under bfloat16 autocast, over NCCL on one GPU; where there is
-none, one of 2 million on one core, over gloo. A turn is 16 steps, and each figure the median of the ratios of a turn to
-the mean of its two neighbours. `every step` looks at each step, and the other way, as trainings do, at one of eight:
-an eighth of the first says the same with less noise.
+none, one of 2 million on one core, over gloo. A turn is 16 steps (or as many as have one that is looked at), and each
+figure the median of the ratios of a turn to the mean of its two neighbours. `--every`: of how many steps one is looked
+at; with 1 it is each, and its cost divided by 8, 16 or 32 says what theirs is with less noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu_steps import WORDS, Decoder
-from evener.torch_split.noise import EVERY, NoiseSampler
+from evener.learning.noise_scale import EVERY
+from evener.torch_split.noise import RankNoise
 from evener.torch_split.wrapped import watch, wrap_module
 from tests.support.torch_start import free_port
 
@@ -45,7 +46,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=device.type == "cuda")
         self.steps = 0
 
-    def turn(self, noise: NoiseSampler | None) -> float:
+    def turn(self, noise: RankNoise | None, steps: int = STEPS) -> float:
         """Seconds of a turn; of this process's CPU where there is no GPU."""
         gpu = self.device.type == "cuda"
         clock = time.perf_counter if gpu else time.process_time
@@ -53,7 +54,7 @@ class Training:
         if gpu:
             torch.cuda.synchronize()
         began = clock()
-        for _ in range(STEPS):
+        for _ in range(steps):
             self._step(noise)
         if noise is not None:
             noise.scale()
@@ -61,7 +62,7 @@ class Training:
             torch.cuda.synchronize()
         return clock() - began
 
-    def _step(self, noise: NoiseSampler | None) -> None:
+    def _step(self, noise: RankNoise | None) -> None:
         self.steps += 1
         if noise is not None:
             noise.begin((self.rows, self.rows), self.steps)  # as if another rank had as many rows
@@ -74,9 +75,9 @@ class Training:
 
 def compare(training: Training, every: int, turns: int) -> list[float]:
     """The ratio of each turn with noise to the mean of those beside it without."""
-    noise = NoiseSampler(every=every)
-    training.turn(noise)
-    times = [training.turn(noise if turn % 2 else None) for turn in range(2 * turns + 1)]
+    noise, steps = RankNoise(every=every), max(STEPS, every)
+    training.turn(noise, steps)
+    times = [training.turn(noise if turn % 2 else None, steps) for turn in range(2 * turns + 1)]
     return [2 * times[i] / (times[i - 1] + times[i + 1]) for i in range(1, len(times), 2)]
 
 
@@ -84,6 +85,7 @@ def main() -> None:
     """Print the cost of each way."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--every", type=int, nargs="+", default=[EVERY, 1])
     parser.add_argument("--rows", type=int, default=SIZE[2])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -98,7 +100,8 @@ def main() -> None:
     training.turn(None)
     step_ms = training.turn(None) / STEPS * 1e3
     found: dict[str, Any] = {"millions": millions, "step_ms": step_ms}
-    for way, every in ((f"one step of {EVERY}", EVERY), ("every step", 1)):
+    for every in given.every:
+        way = f"one step of {every}"
         ratios = sorted(compare(training, every, given.turns))
         low, high = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
         found[way] = {"median": statistics.median(ratios), "middle half": (low, high)}
