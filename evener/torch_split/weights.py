@@ -116,8 +116,7 @@ class BatchWeights:
             if self.noise is not None:
                 raise refuse_noise("DistributedDataParallel's communication hook or mixed_precision")
             return
-        if self.noise is not None:
-            self._sample(exchange)
+        self._sample(exchange)
         model_checks.watch_frozen(model)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.done = self._note_ready, self._note_sum
@@ -126,7 +125,9 @@ class BatchWeights:
         self._exchanges.add(exchange)
 
     def _sample(self, exchange: Exchange) -> None:
-        """Take the noise scale of this model's gradients, which may have been wrapped before."""
+        """Take the noise scale of this model's gradients, if it is wanted; the model may have been wrapped before."""
+        if self.noise is None:
+            return
         own = set(map(id, exchange.parameters))
         for other in (*self._exchanges, *self._alone.values()):
             if other.noise is not None and own.isdisjoint(map(id, other.parameters)):
@@ -139,8 +140,7 @@ class BatchWeights:
     def _exchange_alone(self, model: Any) -> Exchange:
         if model not in self._alone:
             made = Exchange(model, alone=True)
-            if self.noise is not None:
-                self._sample(made)
+            self._sample(made)
             self._alone[model] = made
         return self._alone[model]
 
