@@ -157,7 +157,7 @@ class PassNoise(NoiseSampler):
         self._handles: list[Any] = []  # of the hooks, in a step that is looked at
         self._passes: list[_Pass] = []  # of the step
         self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
-        self._mixed = self._compared = False  # passes that can't be told apart; two that were compared
+        self._mixed = self._compared = False  # passes whose gradients can't be separated; two were compared
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch; RequestError where the first step that is looked at has one pass."""
