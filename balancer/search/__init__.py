@@ -17,7 +17,7 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    the layout that would be fastest if each t_i were as fast as its points allow (`model/hope`) says which batches to
    measure, while half of the expected gain pays for their time. A device that would keep the others waiting for little
    is left out of a round. Devices whose times differ by no more than noise share one curve, hence equal shares. Times
-   that rise by the same jump again and again are stairs (`model/stairs`), whose ends are the batches to train with.
+   that rise by the same jump again and again are stairs (`model/step_time`), whose ends are the batches to train with.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
    c_k is assumed low, so that using fewer devices gets tried. If the batch is free, the fastest comes first, then the

@@ -8,7 +8,7 @@ import msgspec
 
 from evener.shares.costs import Cost, Work
 
-from .regression import fit_rates
+from ..statistics import fit_rates
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
 FEWEST_POINTS = 3  # a cost has three rates: of a pass, of tokens, of tokens times lengths
