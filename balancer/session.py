@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -23,7 +24,7 @@ from .store.replay import make_search
 from .types import Failed, Finding, Observation, OutOfMemory, Probe, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
-GRACE_SHARE = 0.25  # of the budget, if that is more and one of them makes steps
+GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
 FIRST_SECONDS = {"starting": 60.0, "building": 3.0}  # beyond the budget: importing the framework, and build()
@@ -44,7 +45,8 @@ class Session(EventThread):
         self._running: dict[Probe, ProbeProgress] = {}
         self._run, self._job, record = run, run.job, run.record
         try:
-            self._prober: Prober = make_prober(run.job, record.clock_seconds, runs.errors_path(run.id))
+            end = latest_end(run.job.request.budget_seconds)
+            self._prober: Prober = make_prober(run.job, record.clock_seconds, runs.errors_path(run.id), end)
             self._search: Search = make_search(run.job, record.facts, record.observations, run.spend_all)
         except BaseException:
             run.close()
@@ -108,11 +110,16 @@ class Session(EventThread):
             self._events.put(ProbeStarted(probe, self._prober.now()))
         alarms = self._set_alarms()
         try:
+            measured = 0
             for seen in self._prober.measure(probes, self._report, self._halt, finished):
+                measured += 1
                 self._take(seen)
                 if self._hopeless(seen):
                     self._halt.set()
                     return
+            if measured < len(probes) and not self._halt.is_set():  # a simulated prober ended with the budget
+                self._late = True
+                self._halt.set()
         finally:
             for alarm in alarms:
                 alarm.cancel()
@@ -168,15 +175,14 @@ class Session(EventThread):
         return fault
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Set alarms that end running probes after the budget and its grace; no need in virtual time."""
+        """Set alarms that end running probes after the budget and its grace; a simulated prober ends them itself."""
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
             return []
-        left = budget - (self._prober.now() - self._paused_seconds)
-        last = max(GRACE_SECONDS, GRACE_SHARE * budget)
+        spent = self._prober.now() - self._paused_seconds
         alarms = [
-            threading.Timer(max(0.0, left + GRACE_SECONDS), self._ring, (STEPPING,)),
-            threading.Timer(max(0.0, left + last), self._ring),
+            threading.Timer(max(0.0, budget + GRACE_SECONDS - spent), self._ring, (STEPPING,)),
+            threading.Timer(max(0.0, latest_end(budget) - spent), self._ring),
         ]
         for alarm in alarms:
             alarm.daemon = True
@@ -235,6 +241,11 @@ class Session(EventThread):
         if done is not None:
             return done
         return (Stop.LATE if self._late and not self._interrupted else Stop.INTERRUPTED).value
+
+
+def latest_end(budget_seconds: float | None) -> float:
+    """Seconds after which a run's probes are stopped: the budget and its grace; infinite without one."""
+    return math.inf if budget_seconds is None else budget_seconds + max(GRACE_SECONDS, GRACE_SHARE * budget_seconds)
 
 
 def _is_being_built(progress: ProbeProgress) -> bool:

@@ -6,6 +6,7 @@ without limits, in TensorFlow), else a child per device; these step as a group o
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -335,8 +336,13 @@ class ChildProber:
             self._idle.pop(key).end()
 
 
-def make_prober(job: Job, start_seconds: float = 0.0, error_file: Path | None = None) -> Prober:
-    """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`."""
+def make_prober(
+    job: Job, start_seconds: float = 0.0, error_file: Path | None = None, end_seconds: float = math.inf
+) -> Prober:
+    """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`.
+
+    Simulated probes stop at `end_seconds` of its clock; real ones are stopped by the session.
+    """
     if job.machine is not None:
-        return SimulatedProber(job.machine, job.request.seed, job.request.pace, start_seconds)
+        return SimulatedProber(job.machine, job.request.seed, job.request.pace, start_seconds, end_seconds)
     return ChildProber(job, start_seconds=start_seconds, error_file=error_file)

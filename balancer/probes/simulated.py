@@ -6,6 +6,7 @@ probe alone, never on what was measured before it.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -28,10 +29,21 @@ LATER = ("micro", "costs", "tokens", "length")  # fields of a layout that seeds 
 
 
 class SimulatedProber:
-    """A Prober over a simulated machine. `pace` 1 takes real time, 0 none; its clock starts at `start_seconds`."""
+    """A Prober over a simulated machine. `pace` 1 takes real time, 0 none; its clock starts at `start_seconds`.
 
-    def __init__(self, machine: Machine, seed: int, pace: float = 0.0, start_seconds: float = 0.0) -> None:
+    Probes that still run at `end_seconds` are stopped, and leave no observation.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        seed: int,
+        pace: float = 0.0,
+        start_seconds: float = 0.0,
+        end_seconds: float = math.inf,
+    ) -> None:
         self._machine = machine
+        self._end = end_seconds
         self._seed = seed
         self._pace = pace
         self._clock = start_seconds
@@ -69,12 +81,13 @@ class SimulatedProber:
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
         """Advance the clock to `virtual`, in real time if paced; False if it was stopped before that."""
-        until = time.monotonic() + max(0.0, virtual - self._clock) * self._pace
+        at = min(virtual, self._end)
+        until = time.monotonic() + max(0.0, at - self._clock) * self._pace
         while self._pace and (left := until - time.monotonic()) > 0:
             if stop.wait(min(left, TICK_SECONDS)) or self._closed.is_set():
                 return False
-        self._clock = max(self._clock, virtual)
-        return True
+        self._clock = max(self._clock, at)
+        return virtual <= self._end
 
 
 class _SimulatedProbe:

@@ -59,8 +59,8 @@ def with_more_tolerance(case: Case) -> float:
 def resumed(case: Case) -> float:
     """The same run, stopped halfway through its observations and taken up with twice the budget."""
     first = trials.run(case.machine, case.ask, case.seed)
-    prober = StartingProber(case.machine, case.seed, case.ask.start)
     ask = msgspec.structs.replace(case.ask, budget=(case.ask.budget or 120) * MORE_BUDGET)
+    prober = StartingProber(case.machine, case.seed, ask)
     search = Search(trials.problem(case.machine, ask, case.seed))
     for one in first.seen[: len(first.seen) // 2]:
         search.tell(one)

@@ -19,6 +19,7 @@ from evener.balancer.request import Job, Request
 from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
+from evener.balancer.session import latest_end
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.machine import Machine
 from evener.devices.simulated import load_machine
@@ -92,8 +93,8 @@ class Trial(msgspec.Struct, frozen=True):
 class StartingProber:
     """The command's own prober, with children that take time to start: once for each group, again after a failure."""
 
-    def __init__(self, machine: Machine, seed: int, start_seconds: float) -> None:
-        self._machine, self._seed, self._start = machine, seed, start_seconds
+    def __init__(self, machine: Machine, seed: int, ask: Ask) -> None:
+        self._machine, self._seed, self._start, self._end = machine, seed, ask.start, latest_end(ask.budget)
         self._standing: set[tuple[object, ...]] = set()
         self.seconds, self.last_began = 0.0, 0.0
         self.seen: list[Observation] = []
@@ -105,12 +106,14 @@ class StartingProber:
         for probe in probes:
             crew = (probe.layout.kind, probe.layout.active, probe.layout.processes)
             start = 0.0 if crew in self._standing else self._start
-            prober = SimulatedProber(self._machine, self._seed, start_seconds=self.last_began + start)
+            prober = SimulatedProber(
+                self._machine, self._seed, start_seconds=self.last_began + start, end_seconds=self._end
+            )
             others = tuple(one for one in probes if one != probe)
-            (one,) = prober.measure((probe,), lambda _: None, threading.Event(), others)
-            ends.append((prober.now(), _later(one, start)))
-            (self._standing.add if isinstance(one, Timed) else self._standing.discard)(crew)
-        self.seconds = max((end for end, _ in ends), default=self.seconds)
+            for one in prober.measure((probe,), lambda _: None, threading.Event(), others):
+                ends.append((prober.now(), _later(one, start)))
+                (self._standing.add if isinstance(one, Timed) else self._standing.discard)(crew)
+            self.seconds = max(self.seconds, min(prober.now(), self._end))
         found = [one for _, one in sorted(ends, key=lambda pair: pair[0])]
         self.seen += found
         return found
@@ -134,22 +137,25 @@ def _job(machine: Machine, ask: Ask, seed: int) -> Job:
 
 def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     """A whole run as far as its verdict; what it raises is a defect."""
-    prober = StartingProber(machine, seed, ask.start)
+    prober = StartingProber(machine, seed, ask)
     search = Search(problem(machine, ask, seed))
     finish(search, prober)
     job = _job(machine, ask, seed)
     header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
     seen = (ObservationEntry(one, 0.0) for one in prober.seen)
     record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
-    outcome = build_outcome(record, search, RunEnd(search.why_stopped() or "", prober.seconds))
+    outcome = build_outcome(record, search, RunEnd(search.why_stopped() or Stop.LATE.value, prober.seconds))
     return _judge(machine, ask, search, prober, outcome.verdict if outcome else "")
 
 
 def finish(search: Search, prober: StartingProber) -> None:
-    """Measure what it asks until it asks no more."""
+    """Measure what it asks until it asks no more, or the budget has ended while probes still ran."""
     while probes := search.ask():
-        for one in prober.measure(probes):
+        found = prober.measure(probes)
+        for one in found:
             search.tell(one)
+        if len(found) < len(probes):
+            return
         if len(prober.seen) > MOST_PROBES:
             last = [(one.stage, one.turn, one.layout.shares) for one in probes]
             raise AssertionError(f"the search does not end, and asks for {last}")
@@ -165,14 +171,14 @@ def _judge(machine: Machine, ask: Ask, search: Search, prober: StartingProber, v
         out_of_memory=max(short.values(), default=0),
         probes=len(prober.seen),
         seconds=prober.seconds,
-        late=prober.seconds / ask.budget - 1 if ask.budget else -1.0,
+        late=round(prober.seconds / ask.budget - 1, 6) if ask.budget else -1.0,
         held=found is not None and found.throughput.low <= rate <= found.throughput.high,
         settled=search.why_stopped() == Stop.SETTLED.value,
         rate=rate,
         best=best,
         layout=found.layout if found else None,
         verdict=verdict,
-        why=search.why_stopped() or "",
+        why=search.why_stopped() or Stop.LATE.value,
         seen=tuple(prober.seen),
     )
 
