@@ -12,6 +12,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -50,7 +51,7 @@ def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tu
     """Optuna takes up to minutes a machine: TPE joins on one seed to 8 devices, its Gaussian process on 2, fixed."""
     if mode in ("tolerant", "beyond") or turn >= RIVAL_SEEDS:
         return ()
-    if quick or noise != 0.01 or turn or devices > 8:
+    if quick or noise != 0.01 or turn or devices > 8 or find_spec("optuna") is None:
         return PLAIN
     if devices > 2 or mode != "fixed":
         return (*PLAIN, "Optuna TPE")
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--starts", type=float, help="seconds that each group of children takes to start")
     parser.add_argument("--first", type=int, default=FIRST_SEED, help="the first seed of --families")
     parser.add_argument("--laws", action="store_true", help="of --families: the laws that hold for pairs of searches")
-    parser.add_argument("--output", type=Path, help="every run of --families as JSON")
+    parser.add_argument("--output", type=Path, help="every run as JSON")
     options = parser.parse_args(arguments)
     if options.families:
         _run_hard(options)
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     todo = jobs(seeds, sizes, noises, options.quick)
     with ProcessPoolExecutor(options.processes) as pool:
         outcomes: list[SearchOutcome] = list(pool.map(run, todo, chunksize=2))
+    if options.output:
+        options.output.write_bytes(msgspec.json.encode(outcomes))
     command = "python -m benchmarks.search" + (" --quick" if options.quick else "")
     command += f" --seeds {options.seeds}" if options.seeds else ""
     page = report(outcomes, seeds, command)
@@ -88,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page, encoding="utf-8")
-    plot(outcomes, PAGE.with_suffix(".svg"))
+    if find_spec("matplotlib"):
+        plot(outcomes, PAGE.with_suffix(".svg"))
     print(f"wrote {PAGE}")
 
 
