@@ -7,7 +7,7 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
     walls       the same in splits, less the memory that exchange takes; equal for indistinguishable devices
     safe        what ran, or a little more if memory is far from full
     useful      beyond it a larger batch gains too little, or its step takes too long
-    reachable   a multiple of what ran: as far as a curve is trusted
+    reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to
 """
 
 from __future__ import annotations
@@ -94,9 +94,13 @@ class Bounds:
         return max(quantum, min(limit, enough))
 
     def reachable(self, device: DeviceCurve, reach: int = BLIND_GROWTH) -> int:
-        """The largest useful batch that is near enough to what ran for the curve to be trusted."""
+        """The largest batch that is near enough to what ran for the curve to be trusted; of a free one, that is useful.
+
+        Flat curves hide where time begins to rise (flat, then linear, in 20 s).
+        """
         ran = self._devices[device.position].memory.ran
-        return min(self.useful(device), reach * ran) if ran else self.useful(device)
+        most = self.useful(device) if self._problem.global_batch is None else device.limit
+        return min(most, reach * ran // self._quantum * self._quantum) if ran else most
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""

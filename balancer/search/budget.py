@@ -40,6 +40,7 @@ SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
 SOLO_SECONDS = 15.0  # the most for them
 STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
 MOST_OF_LEFT = 0.4  # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
+BEFORE_A_SPLIT = 0.2  # the same before the first split, which adds a point to every curve (flat, then linear, in 20 s)
 SURPRISE = 6  # an exploring probe has 1 / this of what is left: a flat curve may hide long steps (knee, slow_start)
 SLACK = 1.25  # times the predicted time of the first split that is kept for it
 AT_ONCE = 0.4  # of the shortest probe: one that ends with its second step (flat, then linear, in 20 s)
@@ -106,7 +107,7 @@ class Budget:
             return True
         left = self._end("solo") - self.spent
         kept = next((kept for kept in (SLACK * after, AT_ONCE * after) if kept <= left), 0.0)
-        return seconds <= MOST_OF_LEFT * left and seconds + kept <= left
+        return seconds <= (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left and seconds + kept <= left
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left."""

@@ -118,7 +118,7 @@ class MachineModel:
     def _fit(self, points: Callable[[int], Iterable[Point]]) -> tuple[Curve | None, ...]:
         curves: list[Curve | None] = [None] * len(self.devices)
         for group in self.groups:
-            curve = fit_curve(p for i in group for p in points(i))
+            curve = fit_curve((p for i in group for p in points(i)), len(self.live))
             for i in group:
                 curves[i] = curve
         return tuple(curves)
@@ -262,7 +262,8 @@ class MachineModel:
         if not rows or not isinstance(curve, Curve):
             return device
         extra = -not_repeated * curve.seconds(0) if extra is None else extra
-        passes = PassCurve(curve, device.limit, rows, extra, self.bounds.walls[i])
+        rows = min(rows, device.limit)
+        passes = PassCurve(curve, device.limit, rows, extra, max(rows, min(device.limit, self.bounds.walls[i])))
         return DeviceCurve(i, passes, max(device.limit, largest_share))
 
     def knows_passes(self, layout: Layout) -> bool:

@@ -64,8 +64,9 @@ class Predictions:
 
     @cached_property
     def one_pass_split(self) -> Allocation | None:
-        """The fastest split with every share in one pass."""
-        return self._split(self._reachable if self._problem.global_batch is None else self.model.split_curves)
+        """The fastest split with every share in one pass; of a fixed batch shares go as far as they have to."""
+        found = self._split(self._reachable)
+        return self._split(self.model.split_curves) if found is None and self._problem.global_batch else found
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
@@ -139,12 +140,11 @@ class Predictions:
         if not any(model.pass_rows):
             return None
         if one is not None and all(
-            device.curve.largest(one.seconds, device.limit, self._quantum) < device.limit
-            for device in model.split_curves
+            device.curve.largest(one.seconds, device.limit, self._quantum) < device.limit for device in self._reachable
         ):
             return None
         most = model.bounds.asked_in_passes
-        return self._split([model.in_passes(device, most, not_repeated) for device in model.split_curves])
+        return self._split([model.in_passes(device, most, not_repeated) for device in self._reachable])
 
     # ------------------------------------------------------------------ one device
 

@@ -2,7 +2,8 @@
 
 Times rise, and between two points they lie on no line that must be believed: a knee, a stair or another kernel may be
 there. In each gap time may go on as before it; from the other side it may come as it goes on after it. Where nothing is
-known after the gap, or time rises less there, one step up may be anywhere: half of the gap is hoped for.
+known after the gap, or time rises less there, one step up may be anywhere: half of the gap is hoped for. Stairs are
+hoped to go on beyond what ran.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from itertools import accumulate
 
 from evener.shares.curves import Curve
 
-from .step_time import Point, merge_points
+from .memory import BLIND_GROWTH
+from .step_time import Point, merge_points, read_stairs
 
 BENT = 1.1  # times: slopes that differ by less are one slope
 RISEN = 0.03  # relative: times that differ by less are level
@@ -23,6 +25,8 @@ CLEAR = 2.0  # standard errors, 95 %: a gap in which less may hide shows nothing
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
     """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
     found = merge_points(points)
+    if curve.simple and len(curve.batches) > 2 and (stairs := read_stairs(points)):
+        return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error) if bends else curve
     if len(found) < 3 or (curve.simple and not curve.flat and not bend_is_open(found, curve)):
         return curve
     knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]

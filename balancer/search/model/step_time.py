@@ -14,9 +14,8 @@ from itertools import combinations
 
 import msgspec
 
-from evener.shares.curves import Curve
+from evener.shares.curves import ROUNDING, Curve
 
-from .memory import BLIND_GROWTH
 from ..statistics import rising_line
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
@@ -57,17 +56,25 @@ class Hinge(msgspec.Struct, frozen=True):
         return max(0.0, (self.flat - self.fixed) / self.slope) if self.slope > 0 else 0.0
 
 
-def fit_curve(points: Iterable[Point]) -> Curve | None:
-    """The curve that explains the points; None without any."""
+def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
+    """The curve that explains the points; None without any. `among` devices share a step: see `Stairs.curve`."""
     found = list(points)
     merged = merge_points(found)
     if not merged:
         return None
+    if len(merged) == 1:  # fewer rows may take as long (flat, then linear), more at most in proportion
+        (one,) = merged
+        return Curve((0.0, float(one.batch)), (one.seconds, one.seconds), one.seconds / one.batch, True, one.error)
     hinge, worst = _simplest(merged)
     simple = worst <= LINE_ERRORS
-    if not simple and (stairs := fit_stairs([_step(point) for point in merge_points(found, 0.0)])):
-        return stairs.curve(BLIND_GROWTH * merged[-1].batch, _typical_error(merged))
+    if not simple and (stairs := read_stairs(found)):
+        return stairs.curve(merged[-1].batch, _typical_error(merged), among)
     return _broken_line(hinge, merged, [] if simple else _bends(merged, hinge), simple)
+
+
+def read_stairs(points: Iterable[Point]) -> Stairs | None:
+    """The stairs that explain the points; None if none do."""
+    return fit_stairs([_step(point) for point in merge_points(points, 0.0)])
 
 
 def _step(point: Point) -> Step:
@@ -196,29 +203,41 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """seconds(b) = first + rise * ceil(b / width + shift), but at least `least`."""
+    """seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
+
+    `places` are (each, lowest shift, highest shift) that put every point on its stair: the corners of all that do.
+    """
 
     first: float
     rise: float
-    width: float
-    shift: float
     least: float
+    places: tuple[tuple[float, float, float], ...]
 
-    def curve(self, largest: int, error: float) -> Curve:
-        """The stairs up to a batch, as a curve with a knot at both ends of each."""
+    def curve(self, largest: int, error: float, among: int = 1) -> Curve:
+        """The stairs up to a batch, and straight on beyond it.
+
+        A stair ends between the first batch at which it may and the last, at the part x of them that gains most where
+        one of n devices that is late makes all late: x * (1 - x)**n is highest at x = 1 / (n + 1).
+        """
         knots: dict[float, float] = {}
-        batch, level = 0, math.ceil(1 / self.width + self.shift)
-        for stair in range(level, level + MOST_STAIRS):
-            seconds, end = (
-                max(self.least, self.first + self.rise * stair),
-                math.floor((stair - self.shift) * self.width),
-            )
-            if end > batch:
-                knots[batch + 1.0 if knots else 0.0] = knots[float(end)] = seconds
-                batch = end
-            if batch >= largest:
+        each = math.fsum(one for one, _, _ in self.places) / len(self.places)
+        shift = min(least for _, least, _ in self.places)
+        begin, lowest = 0, math.ceil(each + shift)
+        for stair in range(lowest, lowest + MOST_STAIRS):
+            early, late = self._end(stair)
+            end = min(early + (late - early) // (among + 1), largest)
+            if end >= max(begin, 1):
+                knots[float(begin)] = knots[float(end)] = max(self.least, self.first + self.rise * stair)
+                begin = end + 1
+            if end == largest:
                 break
-        return Curve(tuple(knots), tuple(knots.values()), self.rise / self.width, error=error)
+        return Curve(tuple(knots), tuple(knots.values()), self.rise * each, error=error)
+
+    def _end(self, stair: int) -> tuple[int, int]:
+        """The last batch of a stair, at least and at most."""
+        early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
+        late = max(math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places)
+        return early, max(early, late)
 
 
 def fit_stairs(points: Sequence[Step]) -> Stairs | None:
@@ -244,29 +263,32 @@ def _explain(points: Sequence[Step], levels: Sequence[int]) -> Stairs | None:
     for level, point in zip(levels, points, strict=True):
         if abs(first + rise * level - point.seconds) > point.error + LEAN * min(rise, point.seconds):
             return None
-    placed = _place([point.batch for point in points], levels)
-    return Stairs(first, rise, *placed, points[0].seconds) if placed else None
+    places = _place([point.batch for point in points], levels)
+    return Stairs(first, rise, points[0].seconds, places) if places else None
 
 
-def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[float, float] | None:
-    """(width, shift) of stairs that have these batches on these levels; None if there are none.
-
-    As tiles are powers of two, such stairs from 0 on come first; then those in the middle of what the points allow.
-    """
-    low, high = 0.0, math.inf  # of 1 / width
+def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
+    """The places of stairs that have these batches on these levels: if one is of tiles, powers of two, that alone."""
+    low, high = 1 / batches[-1], math.inf  # of 1 / width
     for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
         low, high = max(low, (n1 - n0 - 1) / (b1 - b0)), min(high, (n1 - n0 + 1) / (b1 - b0))
     if low >= high:
-        return None
+        return ()
     width = WIDEST
     while width > 1:
         if low <= 1 / width <= high:
             least, most = _shifts(batches, levels, 1 / width)
             if least < math.floor(most):
-                return float(width), float(math.floor(most))
+                return ((1 / width, math.floor(most), math.floor(most)),)
         width //= 2
-    each = (low + high) / 2
-    return 1 / each, sum(_shifts(batches, levels, each)) / 2
+    found = [(low, *_shifts(batches, levels, low)), (high, *_shifts(batches, levels, high))]
+    for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
+        each = (n1 - n0) / (b1 - b0)
+        if low < each < high:
+            least, most = _shifts(batches, levels, each)
+            if abs(n0 - each * b0 - most) < ROUNDING or abs(n0 - 1 - each * b0 - least) < ROUNDING:
+                found.append((each, least, most))
+    return tuple(found)
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
