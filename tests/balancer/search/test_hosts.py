@@ -16,8 +16,8 @@ from evener.balancer.events import Finished
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
-from evener.balancer.search.predictions import split_over_hosts
 from evener.balancer.search.machine_model import ExchangeCosts, fit_exchange_costs
+from evener.balancer.search.predictions import split_over_hosts
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, Problem

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.search.machine_model import fit_sync_costs
 from evener.balancer.search.model import step_time
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
-from evener.balancer.search.machine_model import fit_sync_costs
 
 positive = st.floats(1e-4, 10.0)
 
