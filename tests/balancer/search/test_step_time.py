@@ -14,6 +14,7 @@ from evener.balancer.search.machine_model import fit_sync_costs
 from evener.balancer.search.model import step_time
 from evener.balancer.search.model.device_groups import group_devices
 from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.hope import hopeful_curve
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
 
@@ -142,13 +143,18 @@ def test_stairs_are_read_from_a_few_batches(width: int, base: float, rise: float
 
 
 def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
-    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the second wave."""
+    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the second wave.
+
+    What ran says so, not that there is a third: that is hoped for.
+    """
     times = {4: 75.9, 32: 75.9, 93: 126.2, 128: 126.1}
-    curve = fit_curve(Point(batch, time / 1000, 0.002) for batch, time in times.items())
+    points = [Point(batch, time / 1000, 0.002) for batch, time in times.items()]
+    curve = fit_curve(points)
     assert curve is not None
     assert curve.largest(0.080, 1000, 1) == 64
     assert curve.largest(0.1262, 1000, 1) == 128
-    assert curve.seconds(129) == pytest.approx(0.1764, rel=0.01)
+    assert curve.seconds(129) < 0.13
+    assert hopeful_curve(points, curve).seconds(129) == pytest.approx(0.1764, rel=0.01)
 
 
 def test_two_small_times_far_below_a_line_are_no_stair() -> None:
