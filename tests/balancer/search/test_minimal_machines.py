@@ -24,7 +24,9 @@ FAILURES = 2  # out of memory on one device
 MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # seconds: when an event begins, beside the file's own
 
 # what still fails, with the cause; a change that mends a cause removes its lines
-TODAY: dict[str, str] = {}
+TODAY = {
+    "larger_budget_worse --budget 60s": "3.9 %: after two splits there is no time for larger batches, whose steps take 4 s",
+}
 
 
 def _name(path: Path, ask: Ask, moment: float | None) -> str:
