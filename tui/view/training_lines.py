@@ -231,9 +231,10 @@ def _figures(row: TrainingRow) -> str:
         ranks = "1 rank isn't" if row.missing_ranks == 1 else f"{row.missing_ranks} ranks aren't"
         sentences.append(f"{ranks} seen here: on another host, or ended.")
     if row.step_s:
-        spread = f"a step takes {step_time(row.step_s)}, quartiles {percent(row.step_spread)} apart"
-        between = f", {step_time(row.between_s)} between steps" if row.between_s else ""
-        sentences.append(f"{spread[0].upper()}{spread[1:]}; {step_time(row.input_s)} of it for input{between}.")
+        spread = f" (quartiles {percent(row.step_spread)} apart)" if row.step_spread >= 0.005 else ""
+        parts = {"of it for input": row.input_s, "between steps": row.between_s}
+        spent = "".join(f", {step_time(seconds)} {where}" for where, seconds in parts.items() if seconds)
+        sentences.append(f"A step takes {step_time(row.step_s)}{spread}{spent}.")
     if row.samples_per_joule:
         sentences.append(f"{row.samples_per_joule:.3g} samples per joule, at {row.watts:.0f} W.")
     return " ".join(sentences)
