@@ -39,17 +39,20 @@ def take_in(request: Request) -> Job:
     check_request(request)
     objective = find_objective(request.objective)
     found = discover(request.devices, ray_address=request.ray_address)
-    hosts = group_by_host(found.devices)
+    hosts = len({device.host for device in found.devices})
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
-    for fault in _find_misfits(request, objective, entry.framework, found, len(hosts), settings):
+    for fault in _find_misfits(request, objective, entry.framework, found, hosts, settings):
         raise refuse(fault)
     if found.machine is not None:
         own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
         notes, largest = (*own, *found.notes, SIMULATED), None
     else:
-        notes, largest = (*found.notes, *check_hosts(hosts, entry.framework)), entry.largest_share
+        notes, largest = (
+            (*found.notes, *check_hosts(group_by_host(found.devices), entry.framework)),
+            entry.largest_share,
+        )
     job = Job(request, found.devices, name, entry.framework, largest, notes, found.machine, found.driver)
     check_problem(job.problem)
     return job

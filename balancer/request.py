@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def problem(self) -> Problem:
         """The problem that a search is to solve, for a new job as for one that a journal has."""
         request, devices = self.request, self.devices
-        hosts = _number(device.host for device in devices)
+        micro, hosts = allows_passes(request, self.framework), _number(device.host for device in devices)
         return Problem(
             devices=len(devices),
             memory_bytes=tuple(device.usable_memory_bytes for device in devices),
@@ -87,7 +87,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
             tolerance=request.tolerance,
             budget_seconds=request.budget_seconds,
             largest_share=self.largest_share,
-            micro=allows_passes(request, self.framework),
+            micro=micro,
             objective=request.objective,
             max_slowdown=request.max_slowdown,
             hosts=hosts if any(hosts) else (),

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
-from evener.system.state_folders import new_run_id
+from evener.system.state_folders import new_run_id, runs_folder
 
 from . import journal
 from .intake import take_in
@@ -22,36 +22,30 @@ from .types import Failed, Finding, Timed
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
 
 
-class Run:
-    """A run's job and journal, what it has recorded so far, and the locks that keep others off it and its devices.
+class Run(msgspec.Struct):
+    """A run's job and journal, what it has recorded so far, and the locks that keep others off it and its devices."""
 
-    `raised_budget` is the budget if it isn't that with which the run began. With `spend_all` the run had ended, and
-    was given more time.
-    """
+    job: Job
+    record: Record
+    journal: Journal
+    locks: ExitStack  # which close the journal too
+    replayed: int = 0  # observations that it had before
+    raised_budget: float | None = None  # the budget, if it isn't that with which the run began
+    spend_all: bool = False  # it had ended, and was given more time
 
-    def __init__(
-        self,
-        job: Job,
-        record: Record,
-        opened: Journal,
-        locks: ExitStack,
-        raised_budget: float | None = None,
-        spend_all: bool = False,
-    ) -> None:
-        self.job, self.record, self.id = job, record, record.header.run
-        self.raised_budget = raised_budget
-        self.replayed = len(record.seen)
-        self.spend_all = spend_all
-        self._journal, self._locks = opened, locks
+    @property
+    def id(self) -> str:
+        """The id by which the run can be resumed, shown and exported."""
+        return self.record.header.run
 
     def write(self, entry: LaterEntry) -> None:
         """Record an entry, on disk first; RequestError if the journal can't be written."""
-        self._journal.append(entry)
+        self.journal.append(entry)
         self.record = msgspec.structs.replace(self.record, entries=(*self.record.entries, entry))
 
     def close(self) -> None:
         """Close the journal and release the run and its devices; safe to call twice."""
-        self._locks.close()
+        self.locks.close()
 
 
 def open_run(request: Request, *, resume: str | None = None, extend_seconds: float | None = None) -> Run:
@@ -62,17 +56,16 @@ def open_run(request: Request, *, resume: str | None = None, extend_seconds: flo
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
-    job = take_in(request)
-    return begin(job)
+    return begin(take_in(request))
 
 
 def begin(job: Job) -> Run:
     """Begin a run; DeviceError if another session has the devices."""
-    run = new_run_id()
+    folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
-        locks.enter_context(lock_devices(run, job.exclusive()))
+        locks.enter_context(lock_devices(folder.name, job.exclusive()))
         header = Header(
-            run,
+            folder.name,
             time.strftime(runs.CREATED, time.gmtime()),
             job.request,
             job.devices,
@@ -83,10 +76,10 @@ def begin(job: Job) -> Run:
             job.notes,
         )
         try:
-            locks.enter_context(lock_run(run))
-            opened = journal.create(runs.journal_path(run), header)
+            locks.enter_context(lock_run(folder))
+            opened = journal.create(folder / runs.JOURNAL, header)
         except BaseException:
-            runs.forget_empty(run)
+            runs.forget_empty(folder)
             raise
         locks.callback(opened.close)
         return Run(job, Record(header, (), 0), opened, locks.pop_all())
@@ -97,10 +90,10 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 
     Its own request counts, except for `pace`, `share` and a new budget. `extend_seconds` is a budget from here on.
     """
-    run = runs.find(name)
+    folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
-        locks.enter_context(lock_run(run))
-        opened, record = journal.reopen(runs.journal_path(run))
+        locks.enter_context(lock_run(folder))
+        opened, record = journal.reopen(folder / runs.JOURNAL)
         locks.callback(opened.close)
         _check_hope(record)
         header = record.header
@@ -115,13 +108,14 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         )
         found = take_in(wanted)
         _check_devices(header, found)
-        locks.enter_context(lock_devices(run, found.exclusive()))
+        locks.enter_context(lock_devices(folder.name, found.exclusive()))
         more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
         return Run(
             msgspec.structs.replace(found, devices=header.devices, largest_share=header.largest_share),
             msgspec.structs.replace(record, header=msgspec.structs.replace(header, request=wanted)),
             opened,
             locks.pop_all(),
+            replayed=len(record.seen),
             raised_budget=None if budget == header.request.budget_seconds else budget,
             spend_all=more and record.ended is not None and not record.ended.interrupted,
         )

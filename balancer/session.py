@@ -43,11 +43,13 @@ class Session(EventThread):
         self._late = False
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
-        self._run, self._job, record = run, run.job, run.record
+        self._run, self._job = run, run.job
+        record = run.record
+        began, facts, seen = record.clock_seconds, record.facts, record.observations
+        end, errors = latest_end(run.job.request.budget_seconds), runs.errors_path(record.header.run)
         try:
-            end = latest_end(run.job.request.budget_seconds)
-            self._prober: Prober = make_prober(run.job, record.clock_seconds, runs.errors_path(run.id), end)
-            self._search: Search = make_search(run.job, record.facts, record.observations, run.spend_all)
+            self._prober: Prober = make_prober(run.job, began, errors, end)
+            self._search: Search = make_search(run.job, facts, seen, run.spend_all)
         except BaseException:
             run.close()
             raise

@@ -183,9 +183,9 @@ def find(name: str, framework: str = "") -> Entry:
         raise RequestError(f"There is no framework {framework!r}.", f"Choose one of {_listed(FRAMEWORKS, framework)}.")
     from . import user_code
 
-    if ":" in name or user_code.names_a_file(name):
-        return user_code.entry(name, framework or "tensorflow")
     entry = _ENTRIES.get(name)
+    if entry is None and (":" in name or user_code.names_a_file(name)):
+        return user_code.entry(name, framework or "tensorflow")
     if entry is None:
         known = _listed(names(framework), name)
         raise RequestError(f"There is no workload {name!r}.", f"Known: {known}; or your own, as train.py:build.")

@@ -33,12 +33,14 @@ REMEDY = "Wait for it, or use --share to run beside it."
 Note = dict[str, object]  # who holds a lock: pid and run
 
 
-def lock_run(run: str) -> ExitStack:
+def lock_run(folder: Path) -> ExitStack:
     """A run in progress can be neither resumed nor deleted; RequestError if it is in progress elsewhere."""
     with ExitStack() as held:
-        holder = _lock_own(held, runs_folder() / run / "lock", {"pid": os.getpid()})
+        holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
         if holder is not None:
-            raise RequestError(f"The run {run} is going on{_describe_note(holder)}.", "Wait for it, or stop it there.")
+            raise RequestError(
+                f"The run {folder.name} is going on{_describe_note(holder)}.", "Wait for it, or stop it there."
+            )
         return held.pop_all()
 
 

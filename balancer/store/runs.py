@@ -231,16 +231,16 @@ def delete_run(name: str) -> str:
     if _is_training(run) and _summarize(run).state == "running":
         raise RequestError(f"The training {run} is going on.", "Wait for its end.")
     folder = run_folder(run)
-    with lock_run(run), as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."):
+    with lock_run(folder), as_request_error(f"The run {run} can't be deleted", f"Look at {folder}."):
         shutil.rmtree(folder)
     return run
 
 
-def forget_empty(run: str) -> None:
+def forget_empty(folder: Path) -> None:
     """Remove the folder of a run that has no journal."""
     with suppress(OSError):
-        if not journal_path(run).exists():
-            shutil.rmtree(run_folder(run))
+        if not (folder / JOURNAL).exists():
+            shutil.rmtree(folder)
 
 
 def _list_ids() -> list[str]:

@@ -15,8 +15,7 @@ from typer.main import get_group
 
 from evener.plan.file import Plan
 from evener.plan.layout import PlanLayout, Share
-from evener.tui.cli.main import app
-from evener.tui.cli.options import spread_lists
+from evener.tui.cli.main import app, spread_lists
 from evener.tui.launch.program import LAUNCHERS
 
 REPO = Path(__file__).resolve().parents[2]

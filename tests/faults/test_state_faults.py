@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from evener.balancer.store.locks import lock_devices, lock_run
+from evener.balancer.store.runs import run_folder
 from evener.devices.discover import discover
 from evener.errors import RequestError
 from evener.live.files import live_folders, prepare_folder
@@ -77,7 +78,7 @@ def test_a_file_system_without_locks_is_not_a_run_that_is_going_on(monkeypatch: 
 
     (runs_folder() / "one").mkdir(mode=0o700)
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    for take in (lambda: lock_run("one"), lambda: lock_devices("one", discover("cpu").devices)):
+    for take in (lambda: lock_run(run_folder("one")), lambda: lock_devices("one", discover("cpu").devices)):
         with pytest.raises(RequestError, match="No locks available") as fault:
             take()
         assert "XDG_STATE_HOME" in fault.value.remedy

@@ -13,7 +13,7 @@ import pytest
 
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.store.locks import lock_run
-from evener.balancer.store.runs import journal_path
+from evener.balancer.store.runs import journal_path, run_folder
 from evener.tui.cli.main import run
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -50,7 +50,7 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
 ) -> None:
     """One that is going on is running, and nobody is asked to finish what failed."""
     finished, failed, cut_off = three_runs
-    with lock_run(cut_off):
+    with lock_run(run_folder(cut_off)):
         states = {one["run"]: one["state"] for one in _listed(capsys)}
         assert states == {finished: "finished", failed: "failed", cut_off: "running"}
         assert run(["runs"]) == 0
@@ -96,7 +96,7 @@ def test_pruning_keeps_what_is_running_tagged_or_noted(
     assert run(["runs", "prune", "--older-than", "1d", "--yes"]) == 0
     assert run(["runs", "note", finished, "keep me"]) == 0
     capsys.readouterr()
-    with lock_run(cut_off):
+    with lock_run(run_folder(cut_off)):
         assert run(["runs", "prune", "--keep", "0", "--dry-run"]) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [failed]
         assert len(_listed(capsys)) == 3

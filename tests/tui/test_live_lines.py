@@ -75,7 +75,7 @@ def test_after_an_interrupt_nothing_of_the_live_view_is_left(events: Any, monkey
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     session: Any = _Interrupted(events, terminal)
-    assert session_runner.run_session(lambda: session, lambda *_: None, None, False) == 130
+    assert session_runner.run_session(session, lambda *_: None, None, False) == 130
     rows = terminal.rows()
     assert rows[0].startswith("run 20260922-101320-ab12: keras_maxer on SIM:0, SIM:1")
     assert rows[1] == "evener: stopping; the best result so far is kept"

@@ -29,7 +29,7 @@ from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration
 from ..text.summaries import summary_lines
 from ..text.tables import align, json_text
 from .options import LENGTH, SEARCH, TRAINING, ExportOption, JsonOption, takes_request
-from .output import terminal_columns
+from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals
 
 app = typer.Typer()
@@ -73,10 +73,9 @@ def balance(
         lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns(), finished.findings)
         print("\n".join(lines), flush=True)
 
-    def begin() -> Session:
-        return Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
-
-    return run_session(begin, show, export, as_json)
+    check_export(export)
+    session = Session(open_run(request, resume=resume, extend_seconds=extend_seconds))
+    return run_session(session, show, export, as_json)
 
 
 def _learn(request: Request, learning: str, others: dict[str, bool]) -> Request:

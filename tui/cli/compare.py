@@ -29,7 +29,7 @@ from ..text.ranking_tables import (
 from ..text.summaries import frontier_table
 from ..text.tables import Form, csv_text
 from .options import SEARCH, TRAINING, WHAT, ExportOption, FormatOption, JsonOption, takes_request
-from .output import terminal_columns
+from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals
 
 app = typer.Typer()
@@ -84,7 +84,8 @@ def compare(
         profiles = {"profile": transfer_json(profiled(session, finished))} if profile else {}
         return {**ranking_json(session.search, labels), **profiles}
 
-    return run_session(lambda: Session(begin(resolved)), show, export, as_json, more)
+    check_export(export)
+    return run_session(Session(begin(resolved)), show, export, as_json, more)
 
 
 def _words(finished: Finished, form: Form) -> list[str]:

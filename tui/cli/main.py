@@ -22,11 +22,11 @@ from .options import (
     ReadonlyOption,
     ReplayOption,
     ThemeOption,
-    spread_lists,
 )
 from .output import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
+_LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
 _MODULES = {  # of the commands, in the order of --help
     "balance": "balance",
     "compare": "compare",
@@ -162,3 +162,23 @@ def run(arguments: list[str]) -> int:
             raise
         return report_fault(misuse, as_json)
     return result if isinstance(result, int) else 0
+
+
+def spread_lists(arguments: list[str]) -> list[str]:
+    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each value."""
+    spread: list[str] = []
+    current, values = "", 0
+    for argument in [*arguments, "--"]:
+        option, equals, rest = argument.partition("=")
+        is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()
+        if is_option and current and not values:
+            spread.append(current)  # the parser says what is missing
+        if option in _LISTS:
+            current, values, argument, is_option = option, 0, rest, False
+            if not equals:
+                continue
+        if is_option:
+            current = ""
+        values += 1
+        spread += [word for value in argument.split(",") for word in (current, value)] if current else [argument]
+    return spread[:-1]

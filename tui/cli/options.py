@@ -42,7 +42,6 @@ _FLAGS = {
     "inputs": ("--input",),
 }
 _MORE_HELP = {"workload": f" Built in: {', '.join(registry.names())}. {DEFAULTS} More: evener help workload."}
-_LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
 _TYPED: dict[str, tuple[Any, Any]] = {  # options whose text `make_request` parses, with their defaults
     "framework": (str | None, None),
     "settings": (list[str] | None, None),
@@ -105,23 +104,3 @@ def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
     """The order in the help: by group, with what is rarely needed last."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")
-
-
-def spread_lists(arguments: list[str]) -> list[str]:
-    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each value."""
-    spread: list[str] = []
-    current, values = "", 0
-    for argument in [*arguments, "--"]:
-        option, equals, rest = argument.partition("=")
-        is_option = argument.startswith("-") and not argument.lstrip("-").isdigit()
-        if is_option and current and not values:
-            spread.append(current)  # the parser says what is missing
-        if option in _LISTS:
-            current, values, argument, is_option = option, 0, rest, False
-            if not equals:
-                continue
-        if is_option:
-            current = ""
-        values += 1
-        spread += [word for value in argument.split(",") for word in (current, value)] if current else [argument]
-    return spread[:-1]

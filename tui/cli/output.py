@@ -143,6 +143,13 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
             raise RequestError(f"{path} exists already and isn't a plan.", remedy) from None
 
 
+def check_export(path: Path | None) -> None:
+    """RequestError unless `--export`, if it is given, names a file that a plan can be written to."""
+    if path is not None:
+        check_plan_file(path, "--export")
+        check_replaceable(path)
+
+
 def check_new(path: Path, force: bool) -> None:
     """RequestError if the file is there, unless `force`."""
     if not force and path.exists():

@@ -23,7 +23,7 @@ from ..signals import handled_signals
 from ..text.formatting import plain
 from ..text.progress import Progress
 from ..text.tables import json_text
-from .output import ReaderGoneError, check_plan_file, check_replaceable, report_fault
+from .output import ReaderGoneError, report_fault
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -32,7 +32,7 @@ PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first o
 
 
 def run_session(
-    make: Callable[[], Session],
+    session: Session,
     show: Callable[[Session, Finished, Sequence[str]], None],
     export: Path | None,
     as_json: bool,
@@ -43,10 +43,7 @@ def run_session(
     As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal that interrupted it.
     Signals are caught until everything is written, so that none leaves half a file.
     """
-    if export is not None:
-        check_plan_file(export, "--export")
-        check_replaceable(export)
-    session, progress = make(), Progress()
+    progress = Progress()
     words = "stopping; the best result so far is kept"
     unsaved = f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener balance --resume"
 
