@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from evener.errors import RequestError
-from evener.system.cgroups import container_memory_bytes
-from evener.system.cpu_topology import allowed_cpus, core_groups, cut
+from evener.system.cores import allowed_cpus, container_memory_bytes, core_groups, cut
 
 from .backend import QUIET, Backend, ChildEnvironment
 from .listing import Discovery

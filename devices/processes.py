@@ -19,7 +19,7 @@ import psutil
 
 from evener.errors import RequestError
 from evener.live.files import read_stat
-from evener.system.cpu_topology import parse_cpu_list
+from evener.system.cores import parse_cpu_list
 
 from .types import HostSample, ProcessSample
 

@@ -23,7 +23,7 @@ from ..errors import DeviceError, EvenerError, PlanError, RequestError
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
 from ..shares.whole_rows import apportion, batch_in_one_pass, check_ratios, count_passes
-from ..system.cpu_topology import allowed_cpus, core_groups, slice_cores
+from ..system.cores import allowed_cpus, core_groups, slice_cores
 from ..training.launched import abort_on_device_error, find_host, launched_device, launched_plan
 from ..training.share_order import RankInfo, check_agreement, order_shares
 

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from evener.devices.cpu import slices
 from evener.errors import RequestError
-from evener.system.cgroups import container_cpus, container_memory_bytes
-from evener.system.cpu_topology import allowed_cpus, core_groups, cut, slice_cores
+from evener.system.cores import (
+    allowed_cpus,
+    container_cpus,
+    container_memory_bytes,
+    core_groups,
+    cut,
+    slice_cores,
+)
 
 
 @st.composite
@@ -104,8 +110,8 @@ def test_control_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
 
 def test_a_container_with_a_quota_is_cut_into_the_cpus_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4000, 4064)))
-    monkeypatch.setattr("evener.system.cpu_topology.container_cpus", lambda: 4.5)
+    monkeypatch.setattr("evener.system.cores.container_cpus", lambda: 4.5)
     assert allowed_cpus() == (4000, 4001, 4002, 4003)
-    monkeypatch.setattr("evener.system.cpu_topology.container_cpus", lambda: 0.5)
+    monkeypatch.setattr("evener.system.cores.container_cpus", lambda: 0.5)
     assert allowed_cpus() == (4000,)
     assert slice_cores("cpu-0-of-1", allowed_cpus()) == (4000,)

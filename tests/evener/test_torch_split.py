@@ -18,7 +18,7 @@ import torch
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
-from evener.system.cpu_topology import slice_cores
+from evener.system.cores import slice_cores
 from evener.torch_split import Split
 from evener.torch_split.ranks import Stand, choose_device, leave_group
 from evener.torch_split.wrapped import model_digest, watch, wrap_module

@@ -1,0 +1,151 @@
+"""The cores and memory that this process may use, and slices of the cores.
+
+A container's control groups, version 1 or 2, may leave less than the machine has. Slices are equal sets of cores, so
+that a training runs where it was measured; hardware threads of a core stay together while there are enough cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import RequestError
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
+
+
+def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """The bytes that the tightest memory limit leaves; None without a limit. Cached files count as free."""
+
+    def remaining(folder: Path, version: int) -> float:
+        limit_name, used_name = _MEMORY_FILES[version]
+        limit, used = int((folder / limit_name).read_text()), int((folder / used_name).read_text())
+        if limit >= NO_LIMIT:
+            raise ValueError(limit)
+        found = re.search(r"^(?:total_)?inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+        return max(0, limit - used + (int(found[1]) if found else 0))
+
+    least = _least("memory", remaining, root, membership)
+    return None if least is None else int(least)
+
+
+def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """CPU seconds per second that the tightest quota gives; None without a quota."""
+
+    def quota(folder: Path, version: int) -> float:
+        if version == 2:
+            given, period = (folder / "cpu.max").read_text().split()
+        else:
+            given, period = ((folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        if int(given) <= 0:  # version 1 writes -1 for none
+            raise ValueError(given)
+        return int(given) / int(period)
+
+    return _least("cpu", quota, root, membership)
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+
+
+def _least(controller: str, read: Callable[[Path, int], float], root: Path, membership: Path) -> float | None:
+    """The least that `read` finds in this process' groups; those without a limit are skipped."""
+    found: list[float] = []
+    for folder, version in _list_groups(controller, root, membership):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            found.append(read(folder, version))
+    return min(found, default=None)
+
+
+def _list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of this process' groups and of those above, and their version."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = membership.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = (1, root / controllers) if controllers else (2, root)
+        if not base.is_dir():
+            base = root / controller
+        here = base / path.lstrip("/")
+        for folder in (here, *(parent for parent in here.parents if parent == base or base in parent.parents)):
+            yield folder, version
+
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+_SLICE = re.compile(r"cpu-(\d{1,6})-of-(\d{1,6})")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """The logical CPUs that this process may run on, no more than its container's CPU quota."""
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    quota = container_cpus()
+    if quota is None or quota >= len(cpus):
+        return cpus
+    whole_cores = [cpu for group in core_groups(cpus) for cpu in group]
+    return tuple(sorted(whole_cores[: max(1, int(quota))]))
+
+
+def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
+    """The CPUs by physical core; each by itself where the topology is unknown."""
+    wanted = sorted(set(cpus))
+    groups: dict[tuple[int, ...], None] = {}
+    for cpu in wanted:
+        siblings = [cpu]
+        with suppress(OSError, ValueError):
+            text = (topology / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+            siblings = [each for each in parse_cpu_list(text) if each in wanted]
+        groups[tuple(sorted({*siblings, cpu}))] = None
+    return tuple(groups)
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Parse the kernel's list of CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
+
+
+def cut(groups: Groups, count: int) -> Groups:
+    """`count` equal core sets; hardware threads of one core stay together while there are enough cores.
+
+    What doesn't divide is left out, from the end. RequestError if there are fewer CPUs than slices.
+    """
+    cpus = tuple(cpu for group in groups for cpu in group)
+    if count > len(cpus):
+        raise RequestError(
+            f"The CPU can't be cut into {count} slices: this process may use {len(cpus)} logical CPUs.",
+            f"Ask for cpu/{len(cpus)} or fewer.",
+        )
+    if len(groups) >= count:
+        each = len(groups) // count
+        sets = [tuple(cpu for group in groups[i * each : (i + 1) * each] for cpu in group) for i in range(count)]
+        if len({len(cores) for cores in sets}) == 1:
+            return tuple(tuple(sorted(cores)) for cores in sets)
+    each = len(cpus) // count
+    return tuple(tuple(sorted(cpus[i * each : (i + 1) * each])) for i in range(count))
+
+
+def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
+    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for other devices, or too few CPUs."""
+    named = _SLICE.fullmatch(device)
+    if named is None:
+        return ()
+    position, count = int(named[1]), int(named[2])
+    groups = core_groups(allowed)
+    if not 0 <= position < count <= sum(len(group) for group in groups):
+        return ()
+    return cut(groups, count)[position]
