@@ -47,7 +47,7 @@ def open_source(discovery: Discovery) -> Source:
     """A source that samples these devices; its owner closes it. DeviceError if the driver has gone since."""
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
-        from .cluster.source import ClusterSource
+        from .cluster.discovery import ClusterSource
 
         return ClusterSource(discovery.devices, discovery.notes, open_here)
     return backend.open_source(discovery)

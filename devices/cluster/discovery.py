@@ -1,13 +1,14 @@
-"""The devices of a Ray cluster that a request or a plan names.
+"""The devices of a Ray cluster that a request or a plan names, and a source that samples them.
 
-They are found on each host by the code that finds them on one machine.
+They are found and sampled on each host, in evener's actor there, by the code that does it on one machine.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
@@ -18,13 +19,14 @@ import msgspec
 
 import evener
 from evener.errors import DeviceError, PlanError, RequestError
+from evener.live.files import LiveDevice
 from evener.plan.file import Plan
 
 from ..listing import Discovery, visible_devices
 from ..registry import BACKENDS, all_backends, find_backend, find_here
 from ..terms import EVERY_HOST
-from ..types import Device, Term
-from .agents import Agent, ask_each, start_actor, start_agents
+from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, Term, group_by_host
+from .agents import Agent, HostLostError, Kept, ask_each, find_agent, start_actor, start_agents
 from .connection import Node, connect, list_nodes
 
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
@@ -226,3 +228,91 @@ def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
     for name in wanted:
         held.pop(name).end()
     return list(held.values())
+
+
+SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
+OpenHost = Callable[[tuple[Device, ...]], Source]  # runs on a host, with its devices as they are to it
+
+
+class ClusterSource:
+    """A Source over devices with hosts. A host that doesn't answer is shown so; at the start it is a HostLostError."""
+
+    def __init__(self, devices: Sequence[Device], notes: tuple[str, ...], open_host: OpenHost) -> None:
+        self._devices, self._notes = tuple(devices), notes
+        self._hosts: dict[str, Kept] = {}
+        for host, own in group_by_host(devices).items():
+            local = tuple(msgspec.structs.replace(device, host="") for device in own)
+            self._hosts[host] = find_agent(host).keep(open_host, local)
+
+    def devices(self) -> tuple[Device, ...]:
+        """All devices, host by host."""
+        return self._devices
+
+    def sample(self) -> Snapshot:
+        """All hosts now, asked at the same time."""
+        started = time.monotonic()
+        calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
+        found: dict[str, Snapshot] = {}
+        lost: dict[str, str] = {}
+        for host, call in calls.items():
+            try:
+                found[host] = _name_host(self._hosts[host].finish(call, SAMPLE_SECONDS), host)
+            except HostLostError as error:
+                lost[host] = error.message
+        gone = [
+            DeviceSample(device=device, utilization_percent=LOST, memory_used_bytes=LOST, note=lost[device.host])
+            for device in self._devices
+            if device.host in lost
+        ]
+        # hosts that share a machine read the same files
+        reported = [each for seen in found.values() for each in seen.reports]
+        reports = {(each.training, each.rank, each.pid, each.updated_at): each for each in reported}
+        return Snapshot(
+            at_seconds=time.time(),
+            interval_seconds=max((each.interval_seconds for each in found.values()), default=0.0),
+            devices=(*(sample for each in found.values() for sample in each.devices), *gone),
+            processes=tuple(process for each in found.values() for process in each.processes),
+            host=_add_hosts([each.host for each in found.values()]),
+            sampling_seconds=time.monotonic() - started,
+            driver=", ".join(dict.fromkeys(each.driver for each in found.values() if each.driver)),
+            notes=self._notes,
+            reports=tuple(reports.values()),
+        )
+
+    def close(self) -> None:
+        """Close every host's source."""
+        for kept in self._hosts.values():
+            kept.close()
+
+
+def _name_host(snapshot: Snapshot, host: str) -> Snapshot:
+    devices = tuple(
+        msgspec.structs.replace(sample, device=msgspec.structs.replace(sample.device, host=host))
+        for sample in snapshot.devices
+    )
+    processes = tuple(
+        msgspec.structs.replace(process, device_label=f"{host}/{process.device_label}", host=host)
+        for process in snapshot.processes
+    )
+    reports = tuple(
+        msgspec.structs.replace(each, devices=tuple(_place(live, host) for live in each.devices))
+        for each in snapshot.reports
+    )
+    return msgspec.structs.replace(snapshot, devices=devices, processes=processes, reports=reports)
+
+
+def _place(live: LiveDevice, host: str) -> LiveDevice:
+    return live if live.host else msgspec.structs.replace(live, host=host)
+
+
+def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
+    """All hosts as one: sums, and the mean of their cores' use."""
+    cores = sum(host.cores for host in hosts)
+    return HostSample(
+        cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),
+        load_1min=sum(host.load_1min for host in hosts),
+        memory_used_bytes=sum(host.memory_used_bytes for host in hosts),
+        memory_total_bytes=sum(host.memory_total_bytes for host in hosts),
+        cores=cores,
+        hostname=", ".join(dict.fromkeys(host.hostname for host in hosts)),
+    )

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.devices.cluster import source
-from evener.devices.cluster.source import ClusterSource
+from evener.devices.cluster import discovery
+from evener.devices.cluster.discovery import ClusterSource
 from evener.devices.types import Device, DeviceSample, HostSample, Snapshot
 from evener.live.files import Training
 from evener.tui.view.trainings import join_trainings
@@ -46,7 +46,7 @@ def test_ranks_of_one_training_are_joined_over_hosts(monkeypatch: pytest.MonkeyP
         first, training="other", devices=(msgspec.structs.replace(first.devices[0], host="10.0.0.2", id="GPU-8"),)
     )
     agents = {"10.0.0.1": Agent(first, elsewhere), "10.0.0.2": Agent(second, elsewhere)}
-    monkeypatch.setattr(source, "find_agent", agents.__getitem__)
+    monkeypatch.setattr(discovery, "find_agent", agents.__getitem__)
     devices = [Device(f"GPU-{7 + i}", 0, "H200", "gpu", 1, host=host) for i, host in enumerate(agents)]
     snapshot = ClusterSource(devices, (), lambda _: pytest.fail("it runs on the hosts")).sample()
     rows = {row.training: row for row in join_trainings(snapshot)}
