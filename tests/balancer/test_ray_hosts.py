@@ -18,9 +18,8 @@ import msgspec
 import psutil
 import pytest
 
-from evener.balancer import cluster_diagnostics
-from evener.balancer.cluster_diagnostics import HostReport, check_cluster
-from evener.balancer.diagnostics import Check
+from evener.balancer import diagnostics
+from evener.balancer.diagnostics import Check, HostReport, check_cluster
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.request import Request
@@ -137,8 +136,8 @@ def test_what_is_measured_is_reserved(cluster: Any, monkeypatch: pytest.MonkeyPa
 def test_the_doctor_compares_hosts(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def describe_lightly(own: str, hosts: Sequence[str], script: Path | None) -> HostReport:
         """On the host, without starting the frameworks there, and as if its script and its evener were its own."""
-        vars(cluster_diagnostics)["check_machine"] = lambda: (Check("python", "ok", "3.11"),)
-        found = cluster_diagnostics.describe_host(own, hosts, script)
+        vars(diagnostics)["check_machine"] = lambda: (Check("python", "ok", "3.11"),)
+        found = diagnostics.describe_host(own, hosts, script)
         if own != hosts[0]:
             found = msgspec.structs.replace(found, script="0", versions={**found.versions, "evener": "0"})
         return found
@@ -149,7 +148,7 @@ def test_the_doctor_compares_hosts(cluster: Any, tmp_path: Path, monkeypatch: py
     assert [(check.level, check.found) for check in checks.values()] == [
         ("problem", "The Ray cluster has no host '10.9.9.9'.")
     ]
-    monkeypatch.setattr(cluster_diagnostics, "describe_host", describe_lightly)
+    monkeypatch.setattr(diagnostics, "describe_host", describe_lightly)
     checks = {check.name: check for check in check_cluster(BOTH, "", script)}
     assert [name for name, check in checks.items() if check.level == "ok"] == [
         "python",

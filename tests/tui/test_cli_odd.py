@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from evener.balancer import manual_run
-from evener.balancer.cluster_diagnostics import merge_checks
-from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine
+from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine, merge_checks
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from evener.balancer.diagnostics import Check, Level, check_machine
+from evener.balancer.diagnostics import Check, Level, check_cluster, check_machine
 from evener.balancer.number_format import size
 from evener.devices.discover import discover
 from evener.devices.terms import parse_request, write_limit
@@ -67,8 +67,6 @@ def _check(devices: str, address: str, script: Path | None) -> tuple[Check, ...]
             raise RequestError("--script compares the hosts of a cluster.", "Name them: --devices ray.")
         discover(devices)  # what can't be had is its own sentence
         return check_machine()
-    from evener.balancer.cluster_diagnostics import check_cluster
-
     return check_cluster(devices, address, script)
 
 
