@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.comparison import take_in_comparison
+from evener.balancer.intake import take_in_comparison
 from evener.balancer.request import Request
 from evener.devices.nvidia.mps import PROGRAM
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from evener.balancer import intake, journal
-from evener.balancer.comparison import take_in_comparison
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
+from evener.balancer.intake import take_in_comparison
 from evener.balancer.journal import EndedEntry, ObservationEntry
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber

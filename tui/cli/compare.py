@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from evener.balancer.comparison import take_in_comparison
 from evener.balancer.events import Finished
+from evener.balancer.intake import take_in_comparison
 from evener.balancer.manual_run import LayoutProfile, profile_ranking
 from evener.balancer.request import Request
 from evener.balancer.run import begin

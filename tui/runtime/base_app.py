@@ -43,8 +43,8 @@ class Sampled(Message):
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
     """A session of this request on this machine; `request.compare` names the families of a comparison."""
-    from evener.balancer.comparison import take_in_comparison
     from evener.balancer.families import FAMILIES
+    from evener.balancer.intake import take_in_comparison
     from evener.balancer.run import begin, open_run
     from evener.balancer.session import Session
 
