@@ -19,9 +19,8 @@ from evener.errors import RequestError
 from evener.shares.costs import Cost, Work
 from evener.workloads import registry
 from evener.workloads.protocol import Place
-from evener.workloads.torch_backend.batches import Data
+from evener.workloads.torch_backend.batches import Data, Lengths, read_lengths
 from evener.workloads.torch_backend.models import Decoder, Texts, make_recipe, pad_texts
-from evener.workloads.torch_backend.samplers import Lengths, read_lengths
 from evener.workloads.torch_backend.workload import TorchWorkload
 from tests.support.cores import two_cores
 

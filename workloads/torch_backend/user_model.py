@@ -35,8 +35,7 @@ from evener.torch_rows.loader import Loader
 
 from .. import user_code
 from ..protocol import Place, Workload
-from .batches import Data
-from .samplers import read_lengths
+from .batches import Data, read_lengths
 from .workload import Recipe, TorchWorkload
 
 _FORM = "Return (module, optimizer, loss), with the training data or sample_batch fourth, or a dict with these keys."
