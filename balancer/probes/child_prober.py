@@ -30,6 +30,7 @@ from .hosts import Hosts
 from .interference import read_idle
 from .launch_plan import (
     GroupKey,
+    MemoryBudget,
     RankMap,
     assign_devices,
     build_commands,
@@ -38,7 +39,6 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts, prepare_command
-from .memory_budget import MemoryBudget
 from .prober import Facts, Prober, Report, add_facts
 from .protocol import Built, Prepared, Profile, Profiled, Ready, Stack
 from .simulated import SimulatedProber

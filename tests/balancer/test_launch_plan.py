@@ -11,7 +11,9 @@ import pytest
 from evener.balancer.families import pack_on
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import (
+    CONTEXT_BYTES,
     GroupKey,
+    MemoryBudget,
     assign_devices,
     build_commands,
     choose_engine,
@@ -19,7 +21,6 @@ from evener.balancer.probes.launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
-from evener.balancer.probes.memory_budget import CONTEXT_BYTES, MemoryBudget
 from evener.balancer.probes.protocol import Build
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
