@@ -21,7 +21,7 @@ from .probes.child_prober import ChildProber, make_prober
 from .probes.prober import Prober
 from .probes.protocol import Profiled
 from .request import Job
-from .result.layout_names import describe
+from .result.rivals import describe
 from .result.words import make_fault, say
 from .search.search import Search
 from .store.locks import lock_devices

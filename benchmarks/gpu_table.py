@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evener.balancer import journal
-from evener.balancer.result.layout_names import describe_all
+from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.words import say_all
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve

@@ -43,9 +43,8 @@ from ..types import (
     Warned,
 )
 from . import measurements
-from .layout_names import describe, list_shares
 from .learning import find_learning
-from .rivals import Rival, compare, describe_rivals, find_larger, is_certain, list_rivals
+from .rivals import Rival, compare, describe, describe_rivals, find_larger, is_certain, list_rivals, list_shares
 from .verdict import cost_ratios, find_verdict
 from .words import say, say_all, write_verdict
 

@@ -17,8 +17,16 @@ from ..number_format import relative_error
 from ..search.layouts import is_even
 from ..search.search import Search
 from ..types import Finding, Interval, Layout, Result, Timed
-from .layout_names import list_shares
-from .rivals import Rival, describe_rivals, find_larger, find_own_family, is_certain, is_rough, printed_gain
+from .rivals import (
+    Rival,
+    describe_rivals,
+    find_larger,
+    find_own_family,
+    is_certain,
+    is_rough,
+    list_shares,
+    printed_gain,
+)
 
 MOST_TIES = 3  # named in the sentence
 USUAL_ROWS = 8  # of a pass

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.families import Placement, find_family, pack_on, place_on
-from evener.balancer.result.layout_names import describe, describe_all
-from evener.balancer.result.rivals import Rival, find_larger, list_rivals
+from evener.balancer.result.rivals import Rival, describe, describe_all, find_larger, list_rivals
 from evener.balancer.result.verdict import find_verdict, waiting_share
 from evener.balancer.result.words import say, say_all, write_verdict
 from evener.balancer.search.layouts import Candidate, split_evenly

@@ -11,7 +11,7 @@ from evener.balancer.families import MODES
 from evener.balancer.manual_run import LayoutProfile
 from evener.balancer.number_format import half_width, percent, rate, size
 from evener.balancer.probes.protocol import Profiled
-from evener.balancer.result.layout_names import describe_all
+from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.verdict import waiting_share
 from evener.balancer.result.words import say_all
 from evener.balancer.search.layouts import is_even

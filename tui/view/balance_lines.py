@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.number_format import duration, percent, rate, relative_error
-from evener.balancer.result.layout_names import list_samples
-from evener.balancer.result.rivals import write_gain
+from evener.balancer.result.rivals import list_samples, write_gain
 from evener.balancer.session_state import SUM, RivalRate, SessionState, chosen_layout, rivals, seconds_left, timed
 from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
