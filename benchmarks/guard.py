@@ -15,10 +15,10 @@ import time
 
 from evener.balancer.probes.block_timing import Block
 from evener.balancer.probes.interference import InterferenceMonitor, ProbeInterference
+from evener.devices.backend import VitalsWatch
 from evener.devices.discover import discover
 from evener.devices.nvidia.backend import NvmlVitals
 from evener.devices.types import Device
-from evener.devices.vitals import VitalsWatch
 
 READINGS = 500
 HOLD = """

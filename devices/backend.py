@@ -1,20 +1,187 @@
 """The questions that evener asks of a kind of devices; NVIDIA's GPUs, CPU slices and simulated devices answer them.
 
-docs/architecture.md, "To add a maker of devices", says which file to write and which line to add.
+Here are also their answers: which listed devices a request means, by the rules of CUDA_VISIBLE_DEVICES that other
+makers' variables share, and one device's vitals, which can spoil a measurement (throttling, others' memory, a driver
+that goes silent). docs/architecture.md, "To add a maker of devices", says which file to write and which line to add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from evener.errors import DeviceError
+from evener.errors import DeviceError, RequestError
 
-from .listing import Discovery, Listing, choose_devices
-from .types import Device, Source, Term
-from .vitals import VitalsReader
+from .machine import Machine
+from .types import Device, Source, Term, limited
+
+CROWDED = 0.05  # of a device's memory: others' use above it is worth a note
+_INDEX = re.compile(r"\d{1,6}", re.ASCII)
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """The devices of one kind that a driver lists, and notes on those that don't answer."""
+
+    devices: tuple[Device, ...]
+    used_bytes: dict[str, int | None] = {}  # by id: the memory in use on it now
+    notes: tuple[str, ...] = ()
+    driver: str = ""  # its version; empty if it doesn't say
+
+
+class Discovery(msgspec.Struct, frozen=True):
+    """The devices of a request, and notes on them."""
+
+    devices: tuple[Device, ...]
+    notes: tuple[str, ...] = ()  # to be shown: what `auto` chose and why, a device that others use
+    machine: Machine | None = None  # the physics, if the devices are simulated
+    driver: str = ""  # version of the devices' driver
+
+
+def choose_devices(listing: Listing, terms: Sequence[Term], variable: str, variables: Mapping[str, str]) -> Discovery:
+    """The listed devices that the terms name; those without a pick mean all that `variable` leaves."""
+    hidden = variables.get(variable)
+    chosen: list[Device] = []
+    for term in terms:
+        picked = (pick_device(listing.devices, term.pick),) if term.pick else visible_devices(listing.devices, hidden)
+        if not picked:
+            kind = listing.devices[0].kind
+            remedy = f"Unset it, or name {kind.upper()}s as in {kind}:0."
+            raise DeviceError(f"{variable}={hidden!r} hides every {kind.upper()}.", remedy)
+        chosen += [limited(device, term.limit) for device in picked]
+    crowded = [
+        f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."
+        for device in chosen
+        if device.memory_bytes and (used := listing.used_bytes.get(device.id) or 0) > CROWDED * device.memory_bytes
+    ]
+    return Discovery(tuple(chosen), (*listing.notes, *crowded), driver=listing.driver)
+
+
+def pick_device(devices: Sequence[Device], pick: str) -> Device:
+    """The device with this index, this id, or the only one whose id begins so; RequestError names what is there."""
+    found = _matching(devices, pick)
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(f"{device.index} ({device.name}, {device.id})" for device in devices)
+    if found:
+        raise RequestError(f"{pick!r} is the beginning of {len(found)} UUIDs.", f"Write more of it: {there}.")
+    raise RequestError(f"There is no {devices[0].kind.upper()} {pick!r}.", f"This machine has {there}.")
+
+
+def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
+    """The devices that a variable's text leaves, in its order; None: it isn't set.
+
+    Entries are indices or beginnings of ids; all behind the first that names no device are ignored, and a device named
+    twice hides them all. Source: CUDA C++ programming guide, environment variables.
+    """
+    if variable is None:
+        return tuple(devices)
+    chosen: list[Device] = []
+    for text in variable.split(","):
+        found = _matching(devices, text.strip())
+        if len(found) != 1:
+            break
+        if found[0] in chosen:
+            return ()
+        chosen += found
+    return tuple(chosen)
+
+
+def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
+    if _INDEX.fullmatch(pick):
+        return [device for device in devices if device.index == int(pick)]
+    wanted = pick.lower()
+    if not wanted.startswith(tuple(f"{device.id.lower().partition('-')[0]}-" for device in devices)):
+        return []
+    exact = [device for device in devices if device.id.lower() == wanted]
+    return exact or [device for device in devices if device.id.lower().startswith(wanted)]
+
+
+class Vitals(msgspec.Struct, frozen=True):
+    """One reading of a device; None for what it doesn't report. Seconds add up since the driver or the watch began."""
+
+    at_seconds: float = 0.0  # monotonic
+    held_seconds: float | None = None  # by heat, a power brake or a fault: the longest of these
+    capped_seconds: float | None = None  # by its power limit
+    used_bytes: int | None = None  # by everybody; read only in full readings, as are the next two
+    processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
+    busy_percent: float | None = None  # of the last moments in which anybody's kernel ran
+    joules: float | None = None  # by the driver's energy counter, else power summed up over the readings
+    trouble: str = ""  # why the device can't be used now, as a sentence
+
+
+class VitalsReader(Protocol):
+    """A maker's own calls behind the vitals of one device; one thread at a time calls it."""
+
+    def read(self, full: bool) -> Vitals:
+        """One reading, with memory and processes if it is full; what the driver does wrong is its `trouble`."""
+
+    def close(self) -> None:
+        """Let go of the driver; it may be called twice."""
+
+
+class VitalsWatch:
+    """The watch over one device. A driver that was never there is no trouble: nothing is reported then."""
+
+    def __init__(self, reader: VitalsReader) -> None:
+        self._reader = reader
+        self._ever = False  # it has answered before: from then on silence is trouble
+        self._last = Vitals()
+        self._began: float | None = None  # when the thread came to ask the driver
+        self._thread: threading.Thread | None = None  # one for each question
+        self._closed = False
+
+    def ask(self, full: bool = False) -> bool:
+        """Ask the driver once more; False if it has not answered the question before."""
+        if self.pending or self._closed:
+            return False
+        self._start(self._answer, full)
+        return True
+
+    def answer(self, until: float = 0.0) -> Vitals:
+        """The driver's last answer, or the one before it if that takes longer than `until`, in monotonic seconds."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        return self._last
+
+    @property
+    def pending(self) -> bool:
+        """True while the driver has not answered."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def silent_seconds(self) -> float:
+        """The time that the driver has had for its answer; a thread that waits for a busy CPU is not silence."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        """End the watch; a thread that the driver holds ends when it lets go. It may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._start(self._finish, self._thread)
+
+    def _start(self, target: Callable[..., None], argument: object) -> None:
+        thread = threading.Thread(target=target, args=(argument,), name="evener-vitals", daemon=True)
+        thread.start()  # before others see it: they may join it at once
+        self._thread = thread
+
+    def _answer(self, full: bool) -> None:
+        self._began = time.monotonic()
+        found = self._reader.read(full)
+        self._ever = self._ever or not found.trouble
+        self._last = found if self._ever else Vitals(found.at_seconds)
+        self._began = None
+
+    def _finish(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        self._reader.close()
+
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}  # for children: frameworks write less
 

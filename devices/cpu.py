@@ -17,8 +17,7 @@ import psutil
 from evener.errors import RequestError
 from evener.system.cores import allowed_cpus, container_memory_bytes, core_groups, cut
 
-from .backend import QUIET, Backend, ChildEnvironment
-from .listing import Discovery
+from .backend import QUIET, Backend, ChildEnvironment, Discovery
 from .snapshot_builder import SnapshotBuilder
 from .types import UNSUPPORTED, Device, DeviceSample, HostSample, Reading, Snapshot, Source, State, Term, limited, value
 

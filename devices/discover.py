@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from evener.errors import RequestError
 
-from .listing import Discovery
+from .backend import Discovery, Vitals
 from .registry import find_backend, find_here, open_here
 from .terms import parse_request
 from .types import Device, Source
-from .vitals import Vitals
 
 
 def discover(

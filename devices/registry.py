@@ -8,8 +8,7 @@ from importlib import import_module
 
 from evener.errors import DeviceError, RequestError
 
-from .backend import Backend
-from .listing import Discovery
+from .backend import Backend, Discovery
 from .types import Device, Source, Term
 
 # kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has

@@ -24,8 +24,7 @@ import msgspec
 from evener.errors import RequestError
 from evener.system.whole_files import read_whole
 
-from .backend import Backend
-from .listing import Discovery
+from .backend import Backend, Discovery
 from .machine import USUAL_WATTS, Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
 from .types import Device, DeviceSample, Snapshot, Source, Term, value
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import msgspec
 
-from evener.devices.backend import ChildEnvironment
+from evener.devices.backend import ChildEnvironment, Vitals
 from evener.devices.cluster.agents import HostLostError, find_agent
 from evener.devices.types import Device, group_by_host
-from evener.devices.vitals import Vitals
 
 from .children import TICK_SECONDS, Child, Inbox
 from .failures import StoppedError

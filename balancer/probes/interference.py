@@ -14,12 +14,12 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from evener.devices.backend import Vitals, VitalsWatch
 from evener.devices.cluster.agents import HostLostError
 from evener.devices.cpu import available_memory_bytes
 from evener.devices.discover import SETTLE_READS, SETTLE_SECONDS
 from evener.devices.registry import find_backend
 from evener.devices.types import Device
-from evener.devices.vitals import Vitals, VitalsWatch
 
 from .block_timing import Block
 from .failures import GroupError, RankFailure, StoppedError

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from evener.devices.vitals import Vitals
+from evener.devices.backend import Vitals
 from evener.shares.costs import Work
 
 from ..events import ProbeProgress

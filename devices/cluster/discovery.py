@@ -22,7 +22,7 @@ from evener.errors import DeviceError, PlanError, RequestError
 from evener.live.files import LiveDevice
 from evener.plan.file import Plan
 
-from ..listing import Discovery, visible_devices
+from ..backend import Discovery, visible_devices
 from ..registry import BACKENDS, all_backends, find_backend, find_here
 from ..terms import EVERY_HOST
 from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, Term, group_by_host

@@ -10,10 +10,8 @@ import msgspec
 
 from evener.errors import DeviceError
 
-from ..backend import QUIET, Backend, ChildEnvironment, SharingDaemon
-from ..listing import Discovery, Listing
+from ..backend import QUIET, Backend, ChildEnvironment, Discovery, Listing, SharingDaemon, Vitals, VitalsReader
 from ..types import Device, Source, Term
-from ..vitals import Vitals, VitalsReader
 from . import mps
 from .gpu_reader import GpuReader
 from .nvml_calls import DriverGoneError, GpuGoneError

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..backend import Vitals
 from ..snapshot_builder import OnDevice
 from ..types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
-from ..vitals import Vitals
 from .nvml_calls import (
     DRAM,
     LINK_RECEIVE,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from evener.errors import DeviceError
 
-from ..listing import Listing
+from ..backend import Listing
 from ..types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 
 Library = Any  # the module `pynvml`, or a double of it

@@ -20,9 +20,9 @@ from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import choose_winner, compare_turns, value_of
 from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
+from evener.devices.backend import Vitals
 from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_library import describe
-from evener.devices.vitals import Vitals
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
 from evener.tui.report.figures import read_report

@@ -21,8 +21,8 @@ from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Probe
+from evener.devices.backend import Discovery
 from evener.devices.discover import discover
-from evener.devices.listing import Discovery
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan.file import Plan, load_plan, parse_plan, to_json, to_toml
 from evener.plan.solver import read_curves, solve_shares

@@ -8,12 +8,10 @@ import time
 import pytest
 
 from evener.balancer.types import Probe, Timed, solo
-from evener.devices.backend import Backend
-from evener.devices.listing import Discovery, Listing
+from evener.devices.backend import Backend, Discovery, Listing, Vitals
 from evener.devices.registry import BACKENDS
 from evener.devices.snapshot_builder import SnapshotBuilder
 from evener.devices.types import Device, DeviceSample, Snapshot, value
-from evener.devices.vitals import Vitals
 from evener.tui.cli.main import run
 from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import evener
+from evener.devices.backend import Discovery
 from evener.devices.cluster import agents, connection, discovery
 from evener.devices.cluster.agents import Agent
 from evener.devices.cluster.connection import Node
 from evener.devices.cluster.discovery import HostDevices, explain_versions, find_on_host
 from evener.devices.discover import discover
-from evener.devices.listing import Discovery
 from evener.devices.network import Listener, find_unreachable
 from evener.devices.terms import parse_request
 from evener.devices.types import Device

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evener.devices.backend import Discovery, visible_devices
 from evener.devices.discover import discover
-from evener.devices.listing import Discovery, visible_devices
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device, Limit, Term
 from evener.errors import DeviceError, RequestError

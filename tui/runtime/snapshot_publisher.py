@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from evener.devices.backend import visible_devices
 from evener.devices.discover import discover, open_source
-from evener.devices.listing import visible_devices
 from evener.devices.recording import Recording
 from evener.devices.registry import find_backend
 from evener.devices.sampler import Sampler
