@@ -34,7 +34,7 @@ from .checks import (
     check_trainer_class,
     needs_equal_passes,
 )
-from .gathering import Gathering, processes, share_evaluation
+from .gathering import Gathering, Survival, processes, share_evaluation
 from .loss import (
     Pass,
     TrainerLoss,
@@ -46,7 +46,6 @@ from .loss import (
     weigh_passes,
 )
 from .rows import PassList, PassRows, PassSampler, make_sampler, training_rows
-from .survival import Survival
 
 
 def with_plan(
