@@ -1,22 +1,256 @@
-"""The Balance screen: a form, then the running search, then its verdict and the plan."""
+"""The Balance screen: a form that says what to search for, then the running search, then its verdict and the plan."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
+from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import DescendantFocus
 from textual.widget import Widget
-from textual.widgets import ContentSwitcher
+from textual.widgets import Button, ContentSwitcher, Input, Static
 
+from evener.balancer.families import FAMILIES
+from evener.balancer.number_format import size
+from evener.balancer.objectives import OBJECTIVES, find_objective
+from evener.balancer.request import ENGINES, INPUTS, MICROS, PRECISIONS, Request
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session_state import SessionState
+from evener.devices.registry import find_backend
+from evener.devices.types import Device
+from evener.errors import EvenerError, RequestError
+from evener.workloads import registry
 
+from ..runtime.base_app import UsesApp
+from ..text.formatting import plain
+from ..text.parsing import REQUEST_HELP, make_request, parse_samples, parse_words, request_fields, select_devices
+from ..view.cells import Span, cut, line, text_lines
+from ..view.devices import short_name
 from ..widgets.balance import BalanceView, LanePanel
-from ..widgets.lists import Ticks
+from ..widgets.lines import Lines
+from ..widgets.lists import ListPanel, OneOf, Ticks
 from .base import PanelScreen
 from .dialogs import confirm
 from .run_dialogs import RunActions, errors_file, plan_dialog
-from .setup import Setup
+
+_OWN = "your own"
+SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"
+_SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "max_slowdown": ""}
+_TASKS = {  # the fields of each task; the others are for all of them
+    SPLIT: frozenset({*_SEARCH_FIELDS, "objective"}),
+    COMPARE: frozenset({*_SEARCH_FIELDS, "objective", "layouts"}),
+    PROBE: frozenset({"batches"}),
+}
+_FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
+_HINTS = REQUEST_HELP | {
+    "task": "What to do; left and right choose.",
+    "objective": "throughput: tokens/s where rows have lengths, else samples/s; samples-per-joule: the most efficient.",
+    "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
+    "batches": "Samples per step for each ticked device, like 820 568.",
+    "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
+    "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
+    "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
+    "framework": "The framework of your own workload; auto: the one that its file imports.",
+    "settings": "Parameters of the workload: key=value key=value.",
+}
+_LABELS = {"own": f"{_OWN} workload", "inputs": "input", "share": "share devices"}
+_WORDS = {"set": "settings"}  # for options that the form calls differently
+_BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices": "pick-devices"}
+_BUTTON_CELLS = 12
+_COMPLAINT_ROWS = 4
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name) or name.replace("_", " ").replace("pick-", "")
+
+
+def form_words(text: str) -> tuple[str, str]:
+    """A command's complaint in the form's words, and the field that it is about, by its first option; "" if by none."""
+    options = re.findall(r"--([a-z][a-z-]*)", text)
+    fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
+    shown = re.sub(r"--([a-z][a-z-]*)", lambda found: _WORDS.get(found[1]) or found[1].replace("-", " "), text)
+    return shown, fields[options[0]] if options else ""
+
+
+class Setup(UsesApp, VerticalScroll):
+    """Starts what it says; if that can't be, it marks the field that is wrong and says why."""
+
+    can_focus = False
+    _complaint = ""
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "send", "Start", key_display="^s")]
+
+    def compose(self) -> ComposeResult:
+        """Devices and workloads above, options below."""
+        with Horizontal(id="picks"):
+            yield Ticks(id="pick-devices", title="Devices")
+            yield Ticks(id="pick-workload", title="Workload", single=True)
+        with Vertical(id="options", classes="panel") as options:
+            options.border_title = "Options"
+            yield from self._options()
+        with Horizontal(id="send"):
+            yield Button("Start", id="start", variant="success", compact=True)
+            yield Lines(id="problem", classes="bar")
+
+    def _options(self) -> Iterable[Widget]:
+        choices = {
+            "task": tuple(_TASKS),
+            "objective": tuple(OBJECTIVES),
+            "micro": MICROS,
+            "precision": PRECISIONS,
+            "inputs": INPUTS,
+        }
+        choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
+        for name, words in choices.items():
+            yield self._row(name, OneOf(words, id=name))
+        own = Input(placeholder="file.py:build", id="own", compact=True)
+        yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
+        fields = {"layouts": "", "batches": "", **_SEARCH_FIELDS, "settings": ""}
+        for name, default in (fields | {"pace": "0.2"} if self._simulated else fields).items():
+            yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
+
+    def _row(self, name: str, *fields: Widget) -> Widget:
+        label = Static(f" {_label(name)}", classes="label", markup=False)
+        return Horizontal(label, *fields, classes="field", id=f"row-{name}")
+
+    @property
+    def _simulated(self) -> bool:
+        devices = self.evener.trainable
+        return bool(devices) and find_backend(devices[0].kind).simulated
+
+    def on_mount(self) -> None:
+        """List the devices of this machine and the workloads of the registry."""
+        devices = self.evener.trainable
+        rows = [(each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices]
+        self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
+        entries = [registry.find(name) for name in registry.names()]
+        kind = devices[0].kind if devices else "gpu"
+        ticked = registry.names().index(registry.default_name("tensorflow", kind))
+        self.query_one("#pick-workload", Ticks).offer(
+            [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
+            frozenset({ticked}),
+        )
+        self.on_one_of_changed()
+
+    def on_one_of_changed(self) -> None:
+        """Show the fields of the task."""
+        wanted = self._task_fields()
+        for name in frozenset().union(*_TASKS.values()):
+            self.query_one(f"#row-{name}").display = name in wanted
+        self.call_after_refresh(self.redraw)
+
+    def _task_fields(self) -> frozenset[str]:
+        """The fields of the chosen task; how much slower it may be goes with efficiency alone."""
+        efficient = find_objective(self.query_one("#objective", OneOf).value).trades_speed
+        return _TASKS[self.query_one("#task", OneOf).value] - (frozenset() if efficient else {"max_slowdown"})
+
+    def redraw(self) -> None:
+        """Fill the current size."""
+        height = max(len(self.evener.trainable), len(registry.names()) + 1)
+        bare = self.screen.has_class("-bare")
+        frame = 0 if bare else 2
+        others = sum(row.display for row in self.query(".field")) + frame + self._problem_rows
+        self.query_one("#picks").styles.height = min(height, max(3, self.size.height - others - frame)) + frame
+        for panel in self.query(Ticks):
+            panel.redraw()
+
+    def on_resize(self) -> None:
+        """Fill the new size."""
+        self.call_after_refresh(self.redraw)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Start."""
+        event.stop()
+        self.action_send()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Tick the user's own workload when its name is typed."""
+        if event.input.id == "own" and event.value.strip():
+            workloads = self.query_one("#pick-workload", Ticks)
+            workloads.tick_only(workloads.count - 1)
+
+    def on_input_submitted(self) -> None:
+        """Enter goes on to the next field."""
+        self.screen.focus_next()
+
+    def action_send(self) -> None:
+        """Read the form and start what it means."""
+        try:
+            request, devices, batches = self._read()
+        except EvenerError as fault:
+            self.complain(str(fault))
+            return
+        self.complain("")
+        if batches:
+            self.evener.start_probe(request, devices, batches)
+        else:
+            self.evener.start_session(request, devices)
+
+    def complain(self, text: str) -> None:
+        """Show what is wrong with the form and mark the field, until it is sent again."""
+        self._complaint, named = form_words(text)
+        own = self.query_one("#own", Input).value.partition(":")[0]
+        wrong = named if named and self.query(f"#{named}") else "own" if own and own in text else "pick-devices"
+        for row in self.query(".field"):
+            marked = bool(text) and row.id == f"row-{wrong}"
+            row.set_class(marked, "-wrong")
+            sign = self.evener.marks.alarm if marked else " "
+            row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
+        if text:
+            self.call_after_refresh(self.query_one(f"#{wrong}").focus)
+        self._explain()
+        self.call_after_refresh(self.redraw)
+
+    @property
+    def _problem_rows(self) -> int:
+        return max(1, len(self.query_one("#problem", Lines).lines))
+
+    @on(DescendantFocus)
+    @on(ListPanel.Moved)
+    def _explain(self) -> None:
+        """Show the complaint; without one, explain the field or the row under its cursor."""
+        problem, field = self.query_one("#problem", Lines), self.screen.focused
+        room = problem.size.width or self.app.size.width - _BUTTON_CELLS  # 0 before the first layout
+        if self._complaint:
+            problem.show(text_lines(self._complaint, room, _COMPLAINT_ROWS, "bad"))
+        else:
+            row = field.chosen if isinstance(field, Ticks) else None
+            text = row[1] if row is not None else _HINTS.get(getattr(field, "id", None) or "", "")
+            shown = cut(plain(text), max(1, room - 2), self.evener.marks.ellipsis)
+            problem.show([line(Span(f" {shown}", "dim"))])
+        self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
+
+    def _read(self) -> tuple[Request, tuple[Device, ...], tuple[int, ...]]:
+        devices = self.evener.trainable
+        chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
+        spec = select_devices(self.evener.devices, devices, chosen)
+        typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
+        task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
+        layouts, batches, share = typed.pop("layouts"), typed.pop("batches"), typed.pop("share") == "yes"
+        wanted = self._task_fields()
+        typed = {name: text for name, text in typed.items() if name in wanted or name not in _TASKS[SPLIT]}
+        names, place = registry.names(), min(self.query_one("#pick-workload", Ticks).ticked)
+        if place < len(names):
+            own, framework = names[place], None
+        elif not own:
+            raise RequestError("No --workload of your own is named.", "Write train.py:build, or tick another one.")
+        fields = request_fields(typed) | {"share": share}
+        if task == COMPARE:
+            words = tuple(parse_words(layouts) or ()) if layouts.strip() else tuple(FAMILIES)
+            fields["compare"] = LayoutOptions(families=words)
+        named = None if framework == "auto" else framework
+        request = make_request(devices=spec, workload=own, framework=named, **fields)
+        shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)
+        if task == PROBE and not shares:
+            raise RequestError("--batches is empty.", "Give samples per step for each device, like 820 568.")
+        return request, tuple(devices[position] for position in chosen), shares if task == PROBE else ()
+
+
+def _memory(device: Device) -> str:
+    return size(device.usable_memory_bytes) if device.usable_memory_bytes else ""
 
 
 class BalanceScreen(RunActions, PanelScreen):
