@@ -29,7 +29,7 @@ READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed 
 _LISTS = ("--gpus", "--batches", "--micro")  # options that take several values
 _MODULES = {  # of the commands, in the order of --help
     "balance": "balance",
-    "compare": "compare",
+    "compare": "balance",
     "probe": "probe",
     "devices": "machine",
     "doctor": "machine",
