@@ -37,7 +37,7 @@ from evener.balancer.session import Session
 from evener.devices.discover import discover, open_source
 from evener.devices.sampler import Sampler
 from evener.live.reporter import Reporter
-from evener.tui.view.marks import UNICODE
+from evener.tui.view.cells import UNICODE
 from evener.tui.view.plain import snapshot_text
 
 LOOK_SECONDS = 0.5

@@ -35,7 +35,7 @@ from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
 from evener.tui.text.progress import Progress, observation_words
 from evener.tui.text.summaries import summary_lines
-from evener.tui.view.marks import UNICODE
+from evener.tui.view.cells import UNICODE
 from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
 

@@ -12,8 +12,8 @@ from evener.devices.types import LOST, Device, Snapshot
 from evener.errors import RequestError
 from evener.tui.screens.monitor import DevicePanel
 from evener.tui.text.parsing import select_devices
+from evener.tui.view.cells import ASCII, UNICODE
 from evener.tui.view.devices import HostRow, draw_host, group_rows
-from evener.tui.view.marks import ASCII, UNICODE
 from tests.support.pilots import text, until
 
 BIG, SMALL = "10.0.0.1", "10.0.0.2"

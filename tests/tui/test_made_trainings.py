@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.devices.types import value
-from evener.tui.view.marks import UNICODE
+from evener.tui.view.cells import UNICODE
 from evener.tui.view.training_lines import rank_table, training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
 from tests.support.made_trainings import Habit, make_training

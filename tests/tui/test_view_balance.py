@@ -42,9 +42,8 @@ from evener.balancer.types import (
 from evener.tui.text.progress import layout_words
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
-from evener.tui.view.cells import span_cells
+from evener.tui.view.cells import ASCII, UNICODE, Marks, span_cells
 from evener.tui.view.lanes import lane_lines
-from evener.tui.view.marks import ASCII, UNICODE, Marks
 
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 

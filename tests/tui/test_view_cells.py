@@ -11,10 +11,23 @@ from hypothesis import strategies as st
 
 from evener.devices.types import Reading, State
 from evener.tui.text.formatting import folded, plain
-from evener.tui.view.cells import Span, cells, cut, fit, join_spans, pad, span_cells, spread, whole_lines, wrap
+from evener.tui.view.cells import (
+    ASCII,
+    UNICODE,
+    Span,
+    cells,
+    cut,
+    fit,
+    join_spans,
+    pad,
+    span_cells,
+    spread,
+    to_ascii,
+    whole_lines,
+    wrap,
+)
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
 from evener.tui.view.figures import reading_text, short, short_bytes, whole
-from evener.tui.view.marks import ASCII, UNICODE, to_ascii
 from evener.tui.view.table import Column, Grid, window
 
 MARKS = st.sampled_from([UNICODE, ASCII])

@@ -12,9 +12,8 @@ from evener.balancer.events import ProbeProgress
 from evener.balancer.session_state import Seen, SessionState, advance
 from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
 from evener.devices.types import UNSUPPORTED
-from evener.tui.view.cells import span_cells
+from evener.tui.view.cells import ASCII, UNICODE, span_cells
 from evener.tui.view.lanes import lane_lines
-from evener.tui.view.marks import ASCII, UNICODE
 
 
 def _rows(state: SessionState, width: int, samples: Any = (), marks: Any = UNICODE) -> list[str]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
-from evener.tui.view.cells import span_cells
+from evener.tui.view.cells import UNICODE, span_cells
 from evener.tui.view.figures import run_time
-from evener.tui.view.marks import UNICODE
 from evener.tui.view.monitor import process_details
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,

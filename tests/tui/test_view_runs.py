@@ -12,8 +12,7 @@ from evener.balancer.request import Request
 from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
-from evener.tui.view.cells import span_cells
-from evener.tui.view.marks import UNICODE
+from evener.tui.view.cells import UNICODE, span_cells
 from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
 from evener.tui.view.table import Order, Position, table_lines
 

@@ -7,8 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.tui.view.cells import span_cells
-from evener.tui.view.marks import ASCII, UNICODE
+from evener.tui.view.cells import ASCII, UNICODE, span_cells
 from evener.tui.view.table import Column, Grid, Position, table_lines, text_cell
 
 COLUMNS: tuple[Column[int], ...] = (

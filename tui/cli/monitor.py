@@ -26,7 +26,7 @@ from evener.errors import RequestError
 from ..text.formatting import plain
 from ..text.parsing import parse_duration, parse_indices
 from ..text.tables import csv_text, json_text
-from ..view.marks import ASCII, UNICODE, Marks
+from ..view.cells import ASCII, UNICODE, Marks
 from ..view.plain import snapshot_document, snapshot_text
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ReplayOption, ThemeOption
 from .output import draws_screens

@@ -21,7 +21,7 @@ from evener.plan.file import load_plan
 
 from ..text.formatting import plain
 from ..text.tables import json_text
-from ..view.marks import to_ascii
+from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):

@@ -23,7 +23,7 @@ from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 
 from ..text.formatting import plain
-from ..view.marks import ASCII, UNICODE, Marks
+from ..view.cells import ASCII, UNICODE, Marks
 from .session_thread import SessionEnded, SessionReported, SessionThread
 from .snapshot_publisher import SnapshotPublisher
 

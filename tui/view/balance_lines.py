@@ -12,9 +12,8 @@ from evener.shares.whole_rows import apportion
 
 from ..text.formatting import plain
 from ..text.progress import layout_words, left_words, outcome_words, share_words
-from .cells import Line, Span, Tone, cut, device_tone, line, pad, span_cells, text_lines, wrap
+from .cells import Line, Marks, Span, Tone, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from .charts import bar
-from .marks import Marks
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
 MOST_NAMED = 6  # devices of a layout; the others are counted

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .cells import Line, Span, Tone, pad, span_cells
-from .marks import Marks
+from .cells import Line, Marks, Span, Tone, pad, span_cells
 
 
 def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[Span, ...]:

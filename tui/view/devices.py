@@ -12,7 +12,7 @@ from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
 
 from ..text.formatting import plain
-from .cells import Line, Span, Tone, cells, cut, pad, span_cells
+from .cells import Line, Marks, Span, Tone, cells, cut, pad, span_cells
 from .charts import bar, nice_ceiling, spark, work_bar
 from .figures import (
     figure,
@@ -26,7 +26,6 @@ from .figures import (
     traffic,
     whole,
 )
-from .marks import Marks
 from .table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
 
 

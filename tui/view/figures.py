@@ -7,8 +7,7 @@ from collections.abc import Callable
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State, value
 
-from .cells import Span, Tone, cells
-from .marks import Marks
+from .cells import Marks, Span, Tone, cells
 
 GIB = 1024.0**3
 STATE_WORDS = {

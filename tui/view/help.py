@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cells import Line, Span, Tone, line, text_lines, wrap
-from .marks import Marks
+from .cells import Line, Marks, Span, Tone, line, text_lines, wrap
 
 _KEYS = {
     "Everywhere": (

@@ -17,9 +17,8 @@ from evener.devices.types import DeviceSample
 
 from ..text.formatting import plain
 from ..text.progress import share_words
-from .cells import Line, Span, Tone, cells, cut, device_tone, span_cells
+from .cells import Line, Marks, Span, Tone, cells, cut, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
-from .marks import Marks
 from .table import NO_CURSOR, Column, Grid, Position, table_lines
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted

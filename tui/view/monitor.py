@@ -11,7 +11,7 @@ from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
-from .cells import Line, Span, Tone, cells, cut, line, span_cells, spread, text_lines, whole_lines
+from .cells import Line, Marks, Span, Tone, cells, cut, line, span_cells, spread, text_lines, whole_lines
 from .charts import Graph, bar, draw_graphs, nice_ceiling
 from .devices import DeviceRow, HostRow, PanelRow, memory_tone
 from .figures import (
@@ -26,7 +26,6 @@ from .figures import (
     throttle_tone,
     watts,
 )
-from .marks import Marks
 
 History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
 Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds

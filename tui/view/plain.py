@@ -11,9 +11,8 @@ from evener.devices.registry import name_maker
 from evener.devices.types import Snapshot
 
 from ..text.formatting import plain
-from .cells import Line, Tone, text_lines
+from .cells import Line, Marks, Tone, text_lines
 from .devices import DeviceRow, device_lines
-from .marks import Marks
 from .monitor import host_line
 from .processes import PROCESSES, nothing_there, process_rows
 from .ranks import work_by_device

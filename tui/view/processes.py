@@ -11,9 +11,8 @@ from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
-from .cells import Span, Tone, cut
+from .cells import Marks, Span, Tone, cut
 from .figures import figure, run_time, short, short_bytes, whole
-from .marks import Marks
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 NO_TRAINING = "No training reports here (PyTorch: evener.report; Keras: Report(split))."

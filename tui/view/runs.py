@@ -13,8 +13,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun
 
 from ..text.formatting import note_words, plain
 from .balance_lines import rival_lines, share_lines, warning_lines
-from .cells import Line, Span, Tone, cells, cut, line, text_lines
-from .marks import Marks
+from .cells import Line, Marks, Span, Tone, cells, cut, line, text_lines
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 _STATE_TONES: dict[str, Tone] = {

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ..text.formatting import plain
-from .cells import Line, Span, Tone, cells, cut, fit, pad, span_cells
-from .marks import Marks
+from .cells import Line, Marks, Span, Tone, cells, cut, fit, pad, span_cells
 
 RowT = TypeVar("RowT")
 _BETWEEN = Span(" ")  # two columns

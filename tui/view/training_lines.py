@@ -12,10 +12,9 @@ from evener.learning.noise_scale import ENDLESS, NoiseScale, describe, write_row
 from evener.live.files import ShareChange
 
 from ..text.formatting import plain
-from .cells import Line, Span, Tone, cells, cut, text_lines
+from .cells import Line, Marks, Span, Tone, cells, cut, text_lines
 from .charts import Graph, draw_graphs, nice_ceiling, work_bar
 from .figures import samples_rate, short, watts
-from .marks import Marks
 from .monitor import History
 from .processes import NO_TRAINING
 from .ranks import RankRow

@@ -17,11 +17,10 @@ from evener.devices.types import DeviceSample
 from ..runtime.base_app import UsesApp
 from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
-from ..view.cells import DEVICE_TONES
+from ..view.cells import DEVICE_TONES, to_ascii
 from ..view.charts import axis_ticks
 from ..view.figures import short
 from ..view.lanes import lane_lines
-from ..view.marks import to_ascii
 from .lines import Lines
 from .lists import ListPanel
 

@@ -10,8 +10,7 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
 from ..text.formatting import plain
-from ..view.cells import Line, Span, cut, line, pad, span_cells
-from ..view.marks import Marks
+from ..view.cells import Line, Marks, Span, cut, line, pad, span_cells
 from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines, window
 from .lines import Lines
 
