@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.plan.layout import KINDS, Kind, Traits, check_kind
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 from evener.shares.whole_rows import count_passes, split_passes
 
 Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle

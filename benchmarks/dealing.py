@@ -14,7 +14,7 @@ import random
 import time
 from statistics import median, quantiles
 
-from evener.shares.costs import Cost, RankCost
+from evener.shares.curves import Cost, RankCost
 from evener.shares.whole_rows import apportion, bounds
 from evener.training.dealing import Deal, Dealer
 from tests.support.dealing_oracle import least_seconds

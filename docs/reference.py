@@ -20,7 +20,7 @@ FILES = (  # heading, what it is, the module, its structs
      ("Plan", "Throughput", "Evidence", "SearchSummary", "Fingerprint")),
     ("Layout of a plan", "The key `layout`, and that of each piece of evidence.", "evener/plan/layout.py",
      ("PlanLayout", "Share")),
-    ("Cost of a pass", "The key `cost` of a share, where rows are of unequal length.", "evener/shares/costs.py",
+    ("Cost of a pass", "The key `cost` of a share, where rows are of unequal length.", "evener/shares/curves.py",
      ("Cost",)),
     ("Live file", "What a training that reports itself writes, twice a second, for the monitor: one JSON object for"
      " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`.", "evener/live/files.py",

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16"]
 Input = Literal["host", "device"]

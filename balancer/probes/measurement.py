@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from evener.devices.backend import Vitals
-from evener.shares.costs import Work
+from evener.shares.curves import Work
 
 from ..events import ProbeProgress
 from ..search.statistics import relative_half_width

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 from evener.workloads.profiling import Transfer
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import is_user_file

@@ -28,7 +28,7 @@ import msgspec
 
 from evener.devices.child_environment import cap_address_space
 from evener.live.reporter import Reporter
-from evener.shares.costs import Work
+from evener.shares.curves import Work
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 

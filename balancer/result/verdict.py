@@ -10,7 +10,7 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.plan.file import Plan
-from evener.shares.costs import Cost
+from evener.shares.curves import Cost
 
 from ..families import FAMILIES
 from ..number_format import relative_error

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
-from evener.shares.costs import RankCost, Work
+from evener.shares.curves import RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 

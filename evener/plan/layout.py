@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import PlanError
-from ..shares.costs import Cost
+from ..shares.curves import Cost
 
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence

@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import RequestError
 from ..plan.layout import Share
-from ..shares.costs import Cost, RankCost
+from ..shares.curves import Cost, RankCost
 from ..shares.whole_rows import apportion, bounds, split_passes
 
 _NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer

@@ -15,11 +15,11 @@ from evener.balancer.request import Request, deals_by_cost
 from evener.balancer.run import open_run
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml
-from evener.shares.costs import Cost
+from evener.shares.curves import Cost
 from evener.tui.text.progress import observation_words
 from evener.tui.text.ranking_tables import ranking_json, ranking_table
 from evener.tui.text.summaries import share_table
@@ -47,7 +47,7 @@ def record() -> Record:
 
 def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     """Ratios are of cost; what is written is read again."""
-    plan, verdict = (found := replay.recover(record)).plan, found.verdict
+    plan, verdict = (found := runs.recover(record)).plan, found.verdict
     first, second = plan.layout.share
     assert first.cost is not None
     assert second.cost is not None
@@ -72,20 +72,20 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
 
 
 def test_tables_have_tokens_and_padding(record: Record) -> None:
-    search = replay.make_search(record.header.job, record.facts, record.observations)
+    search = runs.make_search(record.header.job, record.facts, record.observations)
     head, *rows = ranking_table(search, LABELS).rows
     assert head[2:5] == ("tokens/s", "padding", "samples/s")
     assert all(row[3].endswith(" %") for row in rows)
     layouts = ranking_json(search, LABELS)["layouts"]
     assert all(one["tokens_per_second"] > one["samples_per_second"] for one in layouts)
-    assert "tokens/s, " in share_table(replay.recover(record).plan, LABELS)[-1]
+    assert "tokens/s, " in share_table(runs.recover(record).plan, LABELS)[-1]
     words = [observation_words(entry.seen, LABELS) for entry in record.seen]
     assert any("of 64 tokens]: " in each and "tokens/s" not in each for each in words)
     assert any("tokens/s, " in each and "padding" in each for each in words)
 
 
 def test_packs_and_placements_that_were_asked_for_are_said_to_be_left_out() -> None:
-    plan = replay.recover(recorded(compare=LayoutOptions(scaling=False))).plan
+    plan = runs.recover(recorded(compare=LayoutOptions(scaling=False))).plan
     assert plan.warnings[0].startswith("Not compared: packs and placements, which train by rows")
 
 

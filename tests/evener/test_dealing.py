@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import RequestError
-from evener.shares.costs import Cost, RankCost
+from evener.shares.curves import Cost, RankCost
 from evener.shares.whole_rows import apportion, split_passes
 from evener.training.dealing import Dealer
 from tests.support.dealing_oracle import least_seconds

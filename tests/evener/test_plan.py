@@ -36,7 +36,7 @@ from evener.plan.file import (
     to_json,
     to_toml,
 )
-from evener.shares.costs import Cost
+from evener.shares.curves import Cost
 from evener.system.whole_files import write_atomically
 from tests.support.launched_plan import make_plan
 

@@ -16,7 +16,7 @@ import torch
 
 from evener.errors import RequestError
 from evener.plan.file import Plan
-from evener.shares.costs import Cost, RankCost
+from evener.shares.curves import Cost, RankCost
 from evener.torch_rows.loader import StepSampler
 from evener.torch_rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch

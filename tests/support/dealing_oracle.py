@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from evener.shares.costs import Cost, RankCost
+from evener.shares.curves import Cost, RankCost
 
 
 def least_seconds(lengths: Sequence[int], ranks: Sequence[RankCost]) -> float:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from evener.huggingface import with_plan
 from evener.plan.file import Plan, Share, make_layout
-from evener.shares.costs import Cost
+from evener.shares.curves import Cost
 from evener.torch_rows.sampler import RowOrder, UnevenBatchSampler
 from tests.support import launched_plan
 from tests.support.scripted_shares import rotate_shares

@@ -12,7 +12,7 @@ import msgspec
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
-from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
 from evener.training.dealing import Dealer
 

@@ -16,7 +16,7 @@ from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.errors import RequestError
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data, Lengths, read_lengths

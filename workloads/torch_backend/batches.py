@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from evener.errors import RequestError
-from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
 from evener.torch_rows.fetch import select
 from evener.torch_rows.loader import Loader, StepListener, check_options, count_rows

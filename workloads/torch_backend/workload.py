@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
 from evener.learning.noise_scale import Sample, separate
-from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import gradient_weight
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch

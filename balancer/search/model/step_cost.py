@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 
 from ..statistics import fit_rates
 

@@ -9,7 +9,7 @@ import pytest
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Probe
-from evener.shares.costs import Cost
+from evener.shares.curves import Cost
 from tests.support.search_machines import Bench
 from tests.support.text_machines import TextMachine
 

@@ -14,7 +14,7 @@ from evener.balancer.search.model.step_cost import StepCost, WorkPoint, fit_step
 from evener.balancer.search.search import Search
 from evener.balancer.search.statistics import fit_rates
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
-from evener.shares.costs import Cost, RankCost, Work
+from evener.shares.curves import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
 FAST = Cost(0.001, 2e-5, 1e-8)

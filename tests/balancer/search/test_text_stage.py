@@ -9,7 +9,7 @@ from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
-from evener.shares.costs import Cost, Work
+from evener.shares.curves import Cost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
 FAST = Cost(0.001, 2e-5, 1e-8)
