@@ -20,7 +20,7 @@ from .run import Run
 from .search.decisions import Stop
 from .search.search import Search
 from .store import runs
-from .store.replay import make_search
+from .store.runs import make_search
 from .types import Failed, Finding, Observation, OutOfMemory, Probe, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;

@@ -17,7 +17,7 @@ from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.statistics import relative_error, relative_half_width
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan
 
@@ -55,7 +55,7 @@ def _compared(path: Path) -> Iterator[list[str]]:
     record = journal.read(path)
     if record.header.request.compare is None:
         return
-    found = replay.make_search(record.header.job, seen=record.observations)
+    found = runs.make_search(record.header.job, seen=record.observations)
     standings = found.ranking()
     alone = [
         one.throughput.value

@@ -1,4 +1,7 @@
-"""This user's runs: found by name, listed, loaded, annotated and deleted."""
+"""This user's runs: found by name, listed, loaded, annotated, deleted, and replayed into a search.
+
+The same observations give the same search, and so the same plan.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,16 @@ from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.state_folders import runs_folder
 
 from .. import journal
+from ..intake import read_job
 from ..journal import EndedEntry, FailedEntry, Header, Record
-from ..result.words import refuse
+from ..probes.prober import Facts
+from ..request import Job
+from ..result.outcome import Outcome, RunEnd, build_outcome
+from ..result.words import make_fault, refuse
+from ..search.decisions import Stop
+from ..search.layouts import BALANCE
+from ..search.search import Search
 from ..types import Failed, Finding, Observation, Said
-from . import replay
 from .locks import is_running, lock_run
 from .notes import RunNote, change_note, read_note
 from .trainings import TrainingRecord, read_training
@@ -188,7 +197,7 @@ def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
     if record.ended is not None:
         return parse_plan(to_json(record.ended.plan), source), record.ended.verdict, record.ended.findings
     with suppress(NoLayoutError):
-        found = replay.recover(record)
+        found = recover(record)
         return found.plan, found.verdict, found.findings
     return None, "", Said()
 
@@ -318,3 +327,30 @@ def _created_at(summary: RunSummary) -> float:
     with suppress(OSError):
         return run_folder(summary.run).stat().st_mtime
     return math.inf
+
+
+NOTHING = Facts()  # is known yet
+
+
+def make_search(job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False) -> Search:
+    """A search for a job, with what is known of its data and everything that was seen.
+
+    With `spend_all` it measures the best layouts until the budget is spent.
+    """
+    problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
+    search = Search(problem, job.request.compare or BALANCE)
+    search.learn_data(facts.rows, facts.lengths, facts.longest_row)
+    for observation in seen:
+        search.tell(observation)
+    return search
+
+
+def recover(record: Record) -> Outcome:
+    """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
+    search = make_search(read_job(record.header), record.facts, record.observations)
+    why = search.why_stopped() or Stop.CUT_OFF.value
+    outcome = build_outcome(record, search, RunEnd(why, record.clock_seconds))
+    if outcome is None:
+        run = {"run": record.header.run}
+        raise make_fault(NoLayoutError, Finding("fault.cut_off", run), remedy=Finding("remedy.resume", run))
+    return outcome

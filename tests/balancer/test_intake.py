@@ -16,7 +16,7 @@ from evener.balancer.objectives import ENERGY
 from evener.balancer.request import Request
 from evener.balancer.run import begin
 from evener.balancer.store import runs
-from evener.balancer.store.replay import make_search
+from evener.balancer.store.runs import make_search
 from evener.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -83,4 +83,4 @@ def test_problems_and_searches_are_made_in_one_place() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
                 made[node.func.id].add(path.relative_to(ROOT).as_posix())
     assert made["Problem"] == {"balancer/request.py"}
-    assert made["Search"] == {"balancer/store/replay.py", "balancer/dry_run.py"}
+    assert made["Search"] == {"balancer/store/runs.py", "balancer/dry_run.py"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evener.balancer import journal
 from evener.balancer.result.learning import find_learning
 from evener.balancer.result.words import say
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path, load_noise
 from evener.learning.noise_scale import NoiseScale, rate_gain, worth
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
@@ -54,7 +54,7 @@ def test_a_batch_far_above_the_noise_scale_is_said_to_be_slower(balance: Any, sc
         best = max(values["frontier"], key=lambda point: point[2])
         own = plan["throughput"]["samples_per_second"] * worth(batch, scale)
         assert codes["learning.sooner"] == {"samples": best[0], "time": pytest.approx(own / best[2], rel=0.02)}
-    assert replay.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
+    assert runs.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
 
 
 def test_what_is_not_known_is_said_of_a_free_batch_alone(balance: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_command_that_measures_is_named_where_it_can(
     assert free["learning.unknown"] == {"measure": ""}
     record = journal.read(journal_path(find("last")))
     job = record.header.job
-    search = replay.make_search(job, record.facts, record.observations)
+    search = runs.make_search(job, record.facts, record.observations)
     real = tuple(msgspec.structs.replace(device, kind=kind) for device in job.devices)
     job, chosen = msgspec.structs.replace(job, devices=real, framework=framework, workload=workload), search.best()
     assert chosen is not None

@@ -10,7 +10,7 @@ import pytest
 
 from evener.balancer import families, journal
 from evener.balancer.families import Family, View
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
 from evener.plan.file import load_plan
@@ -46,6 +46,6 @@ def test_a_family_more_is_compared_planned_and_replayed(own_folder: Any, capsys:
     assert said["verdict"].startswith("Use SIM:0 with a spare")
     plan = load_plan("plan.toml")
     assert (plan.layout.kind, plan.layout.batches[1]) == ("spare", 0)
-    assert replay.recover(journal.read(journal_path(find("last")))).plan.layout == plan.layout
+    assert runs.recover(journal.read(journal_path(find("last")))).plan.layout == plan.layout
     assert run(["compare", "-d", "sim:gtx1080ti", "--layouts", "solo,spare"]) == 0
     assert "spare needs two devices" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 
 from evener.balancer import journal, objectives
 from evener.balancer.objectives import Objective
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Timed
 from evener.tui.cli.main import run
@@ -48,7 +48,7 @@ def test_an_objective_more_decides_and_is_said(own_folder: Any, capsys: pytest.C
     said = json.loads(capsys.readouterr().out)
     assert [share["batch"] for share in said["layout"]["share"]] == [1000, 0]
     assert "samples per dollar, the most among the layouts at most 70 % slower" in said["verdict"]
-    assert replay.recover(journal.read(journal_path(find("last")))).verdict == said["verdict"]
+    assert runs.recover(journal.read(journal_path(find("last")))).verdict == said["verdict"]
     assert run([*words, "--objective", "samples-per-dollar", "--max-slowdown", "5%"]) == 0
     fast = json.loads(capsys.readouterr().out)
     assert all(share["batch"] for share in fast["layout"]["share"]), "alone, the cheap one is too slow"

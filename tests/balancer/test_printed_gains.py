@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.plan.file import parse_plan, to_json
 from tests.support.printed_gains import find_faults, find_summary_faults
 from tests.support.search_outcomes import draw_outcome
@@ -19,7 +19,7 @@ RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_gains_of_recorded_runs_follow_from_their_rates(path: Path) -> None:
     record = journal.read(path)
-    found = replay.recover(record)
+    found = runs.recover(record)
     labels = [device.label for device in record.header.devices]
     assert not list(find_faults(found.plan, found.verdict, labels))
     assert record.ended is not None

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import parse_plan, to_json, to_toml
 
@@ -25,7 +25,7 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
     """Layout, throughput and what the search took, from the observations alone."""
     record = journal.read(path)
     assert record.ended is not None
-    found = replay.recover(record)
+    found = runs.recover(record)
     recorded = parse_plan(to_json(record.ended.plan)).layout
     shares = found.plan.layout.share
     if not any(share.curve for share in recorded.share):  # older plans have none

@@ -19,7 +19,7 @@ from evener.balancer.request import PRECISIONS
 from evener.balancer.result import words
 from evener.balancer.result.words import list_sentences, say, say_all, write_verdict
 from evener.balancer.search.decisions import Stop
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Cause, Finding, Said
 from evener.tui.cli.main import run
@@ -78,7 +78,7 @@ def test_the_parts_of_a_verdict_are_joined_by_what_they_are() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "recorded").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_a_recorded_run_s_findings_survive_json_and_say_what_its_plan_says(path: Path) -> None:
-    outcome = replay.recover(journal.read(path))
+    outcome = runs.recover(journal.read(path))
     found = msgspec.json.decode(msgspec.json.encode(outcome.findings), type=Said)
     assert say_all(found.warnings) == outcome.plan.warnings
     assert write_verdict(found.verdict) == outcome.verdict

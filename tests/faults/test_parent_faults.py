@@ -21,7 +21,7 @@ from evener.balancer.journal import AskedEntry, ObservationEntry, Record
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.store import replay, runs
+from evener.balancer.store import runs
 from evener.balancer.types import Failed
 from tests.support.cores import two_cores
 from tests.support.probe_children import list_probe_children
@@ -97,7 +97,7 @@ def asked_as_replayed(run: str) -> Record:
     A failure counts each time that the search gets it, so a line that was doubled or lost would ask for other probes.
     """
     record = journal.read(runs.journal_path(run))
-    search = replay.make_search(record.header.job)
+    search = runs.make_search(record.header.job)
     for entry in record.entries:
         if isinstance(entry, AskedEntry):
             assert entry.probes == search.ask()

@@ -22,7 +22,7 @@ from evener.balancer.probes import protocol
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.store import replay
+from evener.balancer.store import runs
 from evener.devices.discover import discover, open_source
 from evener.devices.recording import Recorder, Recording
 from evener.devices.simulated import parse_machine
@@ -134,7 +134,7 @@ def fuzz_journal(data: bytes) -> None:
     progress = Progress()
     for event in recorded_events(record):
         _draw(progress, event)
-    replay.recover(record)
+    runs.recover(record)
 
 
 def _draw(progress: Progress, event: Event) -> None:

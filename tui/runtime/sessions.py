@@ -11,7 +11,7 @@ from evener.balancer.journal import AskedEntry, EndedEntry, FailedEntry, Observa
 from evener.balancer.manual_run import choose_layout
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
-from evener.balancer.store import replay, runs
+from evener.balancer.store import runs
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 from evener.errors import NoLayoutError
@@ -74,7 +74,7 @@ def recorded_events(record: Record) -> Iterator[Event]:
     request = header.request
     labels = tuple(device.label for device in header.devices)
     yield Started(header.run, labels, header.workload, request.budget_seconds, 0)
-    search = replay.make_search(read_job(header), record.facts)
+    search = runs.make_search(read_job(header), record.facts)
     probes = out_of_memory = 0
     for entry in record.entries:
         if isinstance(entry, AskedEntry):
