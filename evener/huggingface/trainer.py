@@ -34,9 +34,10 @@ from .checks import (
     check_trainer_class,
     needs_equal_passes,
 )
-from .gathering import Gathering, Survival, processes, share_evaluation
+from .gathering import Gathering, processes, share_evaluation
 from .loss import (
     Pass,
+    Survival,
     TrainerLoss,
     assume_loss,
     count_tokens,
