@@ -269,18 +269,20 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
     """The entry; RequestError for a second header, and numbers that no measurement on the header's devices can have."""
     if isinstance(entry, Header):
         raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
-    match entry:
-        case AskedEntry():
-            sound = all(_layout_sound(probe.layout, header) for probe in entry.probes)
-        case ObservationEntry():
-            sound = _layout_sound(entry.seen.probe.layout, header) and _observation_sound(entry.seen)
-        case EndedEntry():
-            sound = len(entry.plan.layout.share) == len(header.devices)
-        case _:
-            sound = True
-    if not sound:
+    if not _is_sound(entry, header):
         raise RequestError(f"{where} holds numbers that no measurement has.", _say_cut("that line", foreign))
     return entry
+
+
+def _is_sound(entry: LaterEntry, header: Header) -> bool:
+    match entry:
+        case AskedEntry():
+            return all(_layout_sound(probe.layout, header) for probe in entry.probes)
+        case ObservationEntry():
+            return _layout_sound(entry.seen.probe.layout, header) and _observation_sound(entry.seen)
+        case EndedEntry():
+            return len(entry.plan.layout.share) == len(header.devices)
+    return True
 
 
 def _layout_sound(layout: Layout, header: Header) -> bool:

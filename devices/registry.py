@@ -9,7 +9,7 @@ from importlib import import_module
 from evener.errors import DeviceError, RequestError
 
 from .backend import Backend, Discovery
-from .types import Device, Source, Term
+from .types import Device, Limit, Source, Term
 
 # kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
 BACKENDS = {
@@ -48,10 +48,15 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
                 return backend.find((Term(backend.kind, limit=limit),), variables)
             except DeviceError as fault:
                 faults.append(fault.message)
+    return _use_the_cpu(limit, variables, " ".join(faults))
+
+
+def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
+    """Slices of the CPU where no other devices are here, with a note that says why."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
-    said = f"{' '.join(faults)} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
+    said = f"{why} So the CPU is used: {named}, with {each} logical CPU{'s' if each > 1 else ''} each."
     return Discovery(found.devices, (said, *found.notes))
 
 

@@ -81,7 +81,6 @@ def trace_torch(run: Callable[[], None]) -> Iterator[Event]:
 def trace_tensorflow(run: Callable[[], None]) -> Iterator[Event]:
     """Copies on GPUs, and what is sent between devices or reduced between processes on CPUs, by TensorFlow's."""
     import tensorflow as tf
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     with tempfile.TemporaryDirectory() as folder:
         tf.profiler.experimental.start(folder)
@@ -89,11 +88,18 @@ def trace_tensorflow(run: Callable[[], None]) -> Iterator[Event]:
             run()
         finally:
             tf.profiler.experimental.stop()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            space = xplane_pb2.XSpace()
-            space.ParseFromString(path.read_bytes())
-            for plane in space.planes:
-                yield from _of_plane(plane)
+        yield from _read_planes(Path(folder))
+
+
+def _read_planes(folder: Path) -> Iterator[Event]:
+    """The events in the files that TensorFlow's profiler wrote."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    for path in folder.rglob("*.xplane.pb"):
+        space = xplane_pb2.XSpace()
+        space.ParseFromString(path.read_bytes())
+        for plane in space.planes:
+            yield from _of_plane(plane)
 
 
 def _of_plane(plane: Any) -> Iterator[Event]:

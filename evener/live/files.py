@@ -189,15 +189,19 @@ def _read_folder(folder: Path) -> Iterator[Training]:
         os.close(descriptor)
 
 
+def _read_small(name: str, folder: int) -> bytes:
+    """The content of a file, of a large one its beginning; nothing of what isn't a plain file of this user's own."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block the reader
+    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
+        status = os.fstat(stream.fileno())
+        ours = stat.S_ISREG(status.st_mode) and _is_ours(status)
+        return stream.read(LARGEST_FILE_BYTES + 1) if ours else b""
+
+
 def _read_record(name: str, folder: int) -> LiveRecord | None:
     """The record in a file, or None for one that isn't a private, small, well-formed file of this user."""
     try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block the reader
-        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
-                return None
-            content = stream.read(LARGEST_FILE_BYTES + 1)
+        content = _read_small(name, folder)
         if len(content) > LARGEST_FILE_BYTES:
             return None
         record = msgspec.json.decode(content, type=LiveRecord)

@@ -176,10 +176,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
     """Read a plan from its bytes; `source` names them in errors."""
-    data = _decode(text, source)
-    if not isinstance(data, dict):
-        raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
-    data = {"schema": SCHEMA, **data}
+    data = {"schema": SCHEMA, **_decode(text, source)}
     _check_schema(data, source)
     try:
         plan = msgspec.convert({**_BY_HAND, **data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
@@ -239,13 +236,14 @@ def as_unicode(data: Any) -> Any:
     return [as_unicode(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
-def _decode(text: bytes, source: str) -> Any:
+def _decode(text: bytes, source: str) -> dict[Any, Any]:
     try:
-        if text.lstrip()[:1] == b"{":
-            return msgspec.json.decode(text)
-        return msgspec.toml.decode(text)
+        data = (msgspec.json if text.lstrip()[:1] == b"{" else msgspec.toml).decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise PlanError(f"{source} is neither TOML nor JSON: {error}.", "Make it again with evener export.") from None
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
+    return data
 
 
 def _check_schema(data: dict[Any, Any], source: str) -> None:

@@ -43,13 +43,13 @@ time.sleep(600)
 """
 COMPARISON = """
 import sys
-from evener.balancer import comparison
+from evener.balancer import intake
 from evener.balancer.search import budget
 from evener.devices.cpu import CpuSlices
 from evener.devices.nvidia.mps import MpsDaemon
 from evener.tui.cli.main import run
 budget.BASE_SECONDS.update(dict.fromkeys(sys.argv[1:], 0.2))
-comparison._pack_modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
+intake._pack_modes = lambda bench, mps, notes: ("mps",)  # as on a machine with GPUs
 CpuSlices.open_daemon = lambda backend: MpsDaemon()
 quick = ["-w", "synthetic", "--set", "base_ms=2", "--set", "per_sample_ms=0.02", "--global-batch", "32"]
 sys.exit(run(["compare", "-d", "cpu/2", *quick, "--layouts", "solo,pack", "--budget", "10s", "--json"]))

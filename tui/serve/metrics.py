@@ -15,7 +15,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from evener.devices.registry import find_backend
-from evener.devices.types import Device, Snapshot, State
+from evener.devices.types import Device, DeviceSample, Snapshot, State
 from evener.errors import RequestError, as_request_error
 from evener.learning.noise_scale import ENDLESS
 from evener.live.files import LiveDevice, Training, clean
@@ -164,6 +164,16 @@ def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _share_families(named, {sample.device.id: sample.device for sample in snapshot.devices})
 
 
+def _energy_family(samples: Sequence[tuple[Labels, DeviceSample]]) -> Metric:
+    family = UnknownMetricFamily(
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "Energy since evener began to read (in mJ).", labels=DEVICE_LABELS
+    )
+    for labels, sample in samples:
+        if sample.energy_joules.current is not None:
+            family.add_metric(labels, 1e3 * sample.energy_joules.current)
+    return family
+
+
 def _device_families(snapshot: Snapshot, hostname: str) -> Iterator[Metric]:
     samples = [(_describe(sample.device, hostname), sample) for sample in snapshot.devices]
     for name, field, factor, help_text in _DEVICES:
@@ -171,13 +181,7 @@ def _device_families(snapshot: Snapshot, hostname: str) -> Iterator[Metric]:
         yield _gauge(
             name, help_text, DEVICE_LABELS, ((labels, factor * got) for labels, got in current if got is not None)
         )
-    energy = UnknownMetricFamily(
-        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "Energy since evener began to read (in mJ).", labels=DEVICE_LABELS
-    )
-    for labels, sample in samples:
-        if sample.energy_joules.current is not None:
-            energy.add_metric(labels, 1e3 * sample.energy_joules.current)
-    yield energy
+    yield _energy_family(samples)
     lost = ((labels, float(sample.utilization_percent.state is State.LOST)) for labels, sample in samples)
     yield _gauge("evener_device_lost", "1 if the device or its driver has gone.", DEVICE_LABELS, lost)
 

@@ -53,16 +53,16 @@ def graph(values: Sequence[float | None], width: int, height: int, marks: Marks,
         return ()
     newest = values[-width:]
     most = height * (len(marks.levels) - 1)
-    steps = [0] * (width - len(newest))
-    for number in newest:
-        if number is None or highest <= 0 or not math.isfinite(number):
-            steps.append(0)
-        elif number >= highest:
-            steps.append(most)
-        else:
-            steps.append(max(1, round(max(0.0, number) / highest * most)))
+    steps = [0] * (width - len(newest)) + [_count_steps(number, highest, most) for number in newest]
     stacks = [_stack(count, height, marks.levels, marks.shade) for count in steps]
     return tuple(map("".join, zip(*stacks, strict=True)))
+
+
+def _count_steps(number: float | None, highest: float, most: int) -> int:
+    """The height of a value in steps, `most` for the highest; anything that is there has one at least."""
+    if number is None or highest <= 0 or not math.isfinite(number):
+        return 0
+    return most if number >= highest else max(1, round(max(0.0, number) / highest * most))
 
 
 @lru_cache(maxsize=4096)

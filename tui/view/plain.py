@@ -44,13 +44,9 @@ def snapshot_text(snapshot: Snapshot, width: int, marks: Marks, *, colour: bool)
     devices, _ = device_lines(rows, width, len(rows) + 1, marks)
     nothing = nothing_there(snapshot.devices)
     processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, marks, nothing=nothing)
-    notes = [f"{marks.alarm} {plain(note)}" for note in snapshot.notes]
-    if snapshot.driver:
-        maker = name_maker(sample.device for sample in snapshot.devices)
-        notes.insert(0, f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}")
     trainings = _training_parts(snapshot, width, marks)
     parts = [host_line(snapshot, width, marks), *devices, Line(), *processes, *trainings]
-    lines = (*(marks.show(note) for note in notes), *(_drawn(each, marks, colour) for each in parts))
+    lines = (*(marks.show(note) for note in _notes(snapshot, marks)), *(_drawn(each, marks, colour) for each in parts))
     return "\n".join(lines) + "\n"
 
 
@@ -59,6 +55,14 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     del document["reports"]
     return document
+
+
+def _notes(snapshot: Snapshot, marks: Marks) -> Iterator[str]:
+    """The host with its driver, if there is one, and what is to be known of the machine."""
+    if snapshot.driver:
+        maker = name_maker(sample.device for sample in snapshot.devices)
+        yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
+    yield from (f"{marks.alarm} {plain(note)}" for note in snapshot.notes)
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
