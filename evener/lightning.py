@@ -26,8 +26,7 @@ from .torch_split.retry import Passes
 from .torch_split.wrapped import check_normalization
 
 try:
-    from .lightning_figures import PassFigures
-    from .lightning_loss import LIGHTNING, check_module_loss, check_module_part
+    from .lightning_passes import LIGHTNING, PassFigures, check_module_loss, check_module_part
 
     DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
     _DataLoaderIterDataFetcher = import_module(f"{LIGHTNING}.loops.fetchers")._DataLoaderIterDataFetcher
