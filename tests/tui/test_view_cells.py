@@ -26,8 +26,7 @@ from evener.tui.view.cells import (
     whole_lines,
     wrap,
 )
-from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, spark
-from evener.tui.view.figures import reading_text, short, short_bytes, whole
+from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, reading_text, short, short_bytes, spark, whole
 from evener.tui.view.table import Column, Grid, window
 
 MARKS = st.sampled_from([UNICODE, ASCII])

@@ -10,7 +10,7 @@ import pytest
 
 from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
 from evener.tui.view.cells import UNICODE, span_cells
-from evener.tui.view.figures import run_time
+from evener.tui.view.charts import run_time
 from evener.tui.view.monitor import process_details
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,

@@ -13,18 +13,21 @@ from evener.devices.types import DeviceSample, Reading, State
 
 from ..text.formatting import plain
 from .cells import Line, Marks, Span, Tone, cells, cut, pad, span_cells
-from .charts import bar, nice_ceiling, spark, work_bar
-from .figures import (
+from .charts import (
+    bar,
     figure,
     fraction,
     gib,
+    nice_ceiling,
     reading_text,
     short,
     short_bytes,
+    spark,
     temperature_tone,
     throttle_tone,
     traffic,
     whole,
+    work_bar,
 )
 from .table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
 

@@ -12,13 +12,15 @@ from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot,
 
 from ..text.formatting import plain
 from .cells import Line, Marks, Span, Tone, cells, cut, line, span_cells, spread, text_lines, whole_lines
-from .charts import Graph, bar, draw_graphs, nice_ceiling
-from .devices import DeviceRow, HostRow, PanelRow, memory_tone
-from .figures import (
+from .charts import (
     STATE_WORDS,
+    Graph,
+    bar,
     celsius,
+    draw_graphs,
     fraction,
     gib,
+    nice_ceiling,
     percents,
     samples_rate,
     short,
@@ -26,6 +28,7 @@ from .figures import (
     throttle_tone,
     watts,
 )
+from .devices import DeviceRow, HostRow, PanelRow, memory_tone
 
 History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
 Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds

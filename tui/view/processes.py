@@ -12,7 +12,7 @@ from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot,
 
 from ..text.formatting import plain
 from .cells import Marks, Span, Tone, cut
-from .figures import figure, run_time, short, short_bytes, whole
+from .charts import figure, run_time, short, short_bytes, whole
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 NO_TRAINING = "No training reports here (PyTorch: evener.report; Keras: Report(split))."

@@ -13,8 +13,7 @@ from evener.live.files import ShareChange
 
 from ..text.formatting import plain
 from .cells import Line, Marks, Span, Tone, cells, cut, text_lines
-from .charts import Graph, draw_graphs, nice_ceiling, work_bar
-from .figures import samples_rate, short, watts
+from .charts import Graph, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
 from .monitor import History
 from .processes import NO_TRAINING
 from .ranks import RankRow

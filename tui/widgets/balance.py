@@ -18,8 +18,7 @@ from ..runtime.base_app import UsesApp
 from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from ..view.cells import DEVICE_TONES, to_ascii
-from ..view.charts import axis_ticks
-from ..view.figures import short
+from ..view.charts import axis_ticks, short
 from ..view.lanes import lane_lines
 from .lines import Lines
 from .lists import ListPanel
