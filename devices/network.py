@@ -1,17 +1,24 @@
-"""The network between hosts: the interface by which this one reaches another, and whether ports can be reached."""
+"""The network between hosts, and addresses to listen at.
+
+The interface by which this host reaches another, whether ports can be reached, and whether a request was meant for this
+machine's loopback.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
+from evener.errors import RequestError
 from evener.training.launched import resolve
 
 RENDEZVOUS_PORT = 29400  # of a launch over several hosts: PyTorch's own
@@ -84,3 +91,39 @@ def _try_connecting(place: Place) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+class Address(NamedTuple):
+    """The host and port where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """The address as it stands in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, option: str) -> Address:
+    """`127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`; RequestError for anything else."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+        if host and port is not None and parts.netloc == text and "@" not in text:
+            return Address("127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host)), port)
+    except ValueError:
+        pass
+    raise RequestError(f"{option} {text!r} is not an address.", "Give an IP address and a port, like 127.0.0.1:9401.")
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host, as a URL or the Host header has it, with or without a port, is this machine's loopback.
+
+    A web page elsewhere can make a browser send a request here under a name of its own, but not under these.
+    """
+    try:
+        name = "" if "@" in host else urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

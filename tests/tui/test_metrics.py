@@ -29,7 +29,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from evener.tui.serve.address import Address, is_loopback
+from evener.devices.network import Address, is_loopback
 from evener.tui.serve.metrics import metric_families, parse_metrics_address, serving_metrics
 
 ROOT = Path(__file__).parents[2]

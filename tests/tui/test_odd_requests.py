@@ -32,8 +32,8 @@ def send(port: int, data: bytes) -> bytes:
 def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Also a client that connects and says nothing, or half of a request, until its time is over."""
     pytest.importorskip("prometheus_client")
+    from evener.devices.network import Address
     from evener.tui.serve import metrics
-    from evener.tui.serve.address import Address
 
     monkeypatch.setattr(metrics._Handler, "timeout", 0.2)
     with metrics.serving_metrics(Address("127.0.0.1", 0), lambda: None):

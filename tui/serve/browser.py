@@ -20,9 +20,8 @@ from functools import partial
 from importlib.resources import files
 from string import Template
 
+from evener.devices.network import is_loopback
 from evener.errors import RequestError, as_request_error
-
-from .address import is_loopback
 
 try:
     from aiohttp import web
