@@ -35,7 +35,7 @@ _MODULES = {  # of the commands, in the order of --help
     "doctor": "machine",
     "monitor": "monitor",
     "launch": "launch",
-    "run": "run",
+    "run": "launch",
     "export": "runs",
     "report": "runs",
     "replay": "replay",
