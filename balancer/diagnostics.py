@@ -159,7 +159,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _check_state_folder() -> Check:
-    from evener.system.state_folders import runs_folder
+    from evener.system.files import runs_folder
 
     try:
         folder = runs_folder()

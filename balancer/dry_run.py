@@ -9,7 +9,7 @@ from contextlib import closing
 import msgspec
 
 from evener.errors import NoLayoutError
-from evener.system.state_folders import new_error_file
+from evener.system.files import new_error_file
 
 from .events import ProbeProgress
 from .probes.child_prober import make_prober

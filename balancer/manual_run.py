@@ -15,7 +15,7 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
-from evener.system.state_folders import new_error_file
+from evener.system.files import new_error_file
 
 from .probes.child_prober import ChildProber, make_prober
 from .probes.prober import Prober

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import msgspec
 
 from evener import __version__
-from evener.system.state_folders import new_run_id, runs_folder
+from evener.system.files import new_run_id, runs_folder
 
 from . import journal
 from .intake import take_in

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from evener.errors import RequestError
-from evener.system.whole_files import read_whole
+from evener.system.files import read_whole
 
 from .backend import Backend, Discovery
 from .machine import USUAL_WATTS, Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync

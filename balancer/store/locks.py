@@ -21,7 +21,7 @@ from evener.devices.cluster.agents import find_agent
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, RequestError, as_request_error
-from evener.system.state_folders import runs_folder, state_folder, trusted_folder
+from evener.system.files import runs_folder, state_folder, trusted_folder
 
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")

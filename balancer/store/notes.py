@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from evener.errors import RequestError
-from evener.system.whole_files import write_atomically
+from evener.system.files import write_atomically
 
 NOTE = "note.json"
 LONGEST_NOTE = 1000

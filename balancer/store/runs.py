@@ -21,7 +21,7 @@ import msgspec
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry
 from evener.plan.file import Plan, parse_plan, to_json
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 
 from .. import journal
 from ..intake import read_job

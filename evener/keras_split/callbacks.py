@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kinds
 
-from ..system.whole_files import write_atomically
+from ..system.files import write_atomically
 from .multiworker import Workers
 
 WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..learning.noise_scale import NoiseScale
-from ..system.state_folders import make_private
+from ..system.files import make_private
 
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200

@@ -18,7 +18,7 @@ import msgspec
 
 from ..errors import RequestError
 from ..learning.noise_scale import NoiseScale
-from ..system.state_folders import new_run_id, runs_folder, trusted_folder
+from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
 from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
 

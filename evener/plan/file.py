@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import PlanError
 from ..shares.whole_rows import apportion
-from ..system.whole_files import read_whole, write_atomically
+from ..system.files import read_whole, write_atomically
 from .layout import (
     BEST_SINGLE,
     BEST_SPLIT,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..system.whole_files import write_atomically
+from ..system.files import write_atomically
 from ..torch_split.collectives import own_collectives
 from .flat import Flat
 from .optimizers import find

@@ -18,7 +18,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path, load_noise
 from evener.learning.noise_scale import NoiseScale, rate_gain, worth
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 from evener.tui.cli.main import run
 from evener.tui.text.parsing import make_request
 

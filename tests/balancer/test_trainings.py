@@ -15,7 +15,7 @@ from evener.balancer.store import runs
 from evener.errors import RequestError
 from evener.live.files import LiveDevice, LiveRecord, ShareChange
 from evener.live.journal import TRAINING_JOURNAL, ChangeEntry, EndEntry, SpeedEntry, StartEntry, TrainingJournal
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 from evener.tui.cli.main import run as evener
 
 RECORD = LiveRecord("torch", "mine.py", 500.0, 1, 1_000.0, (LiveDevice("a", 0, 5, 500.0),), plan_samples_per_second=900)
@@ -93,7 +93,7 @@ def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
 PROGRAM = """
 import os, time
 from evener.live.reporter import Reporter
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 from evener.live.journal import TrainingJournal
 reporter = Reporter(journal=TrainingJournal(["a"], [4]))
 while not list(runs_folder().glob("*/training.jsonl")):

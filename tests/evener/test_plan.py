@@ -37,7 +37,7 @@ from evener.plan.file import (
     to_toml,
 )
 from evener.shares.curves import Cost
-from evener.system.whole_files import write_atomically
+from evener.system.files import write_atomically
 from tests.support.launched_plan import make_plan
 
 TEXT = st.text(max_size=20)  # any character that is one: control signs, quotes, astral planes
@@ -460,7 +460,7 @@ def disk_full(path: Path, content: bytes) -> None:
     """Write where no file may grow: what a full disk does, by the kernel's own hand."""
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from evener.system.whole_files import write_atomically\n"
+        "from evener.system.files import write_atomically\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
         "from evener.errors import RequestError\n"

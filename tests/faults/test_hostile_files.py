@@ -22,7 +22,7 @@ from evener.errors import EvenerError, RequestError
 from evener.live.files import file_name, prepare_folder, replace_file, start_ticks
 from evener.live.reporter import Reporter, read_trainings
 from evener.plan.file import load_plan
-from evener.system.state_folders import state_folder
+from evener.system.files import state_folder
 from evener.tui.cli.main import run
 
 HOME = Path(evener.__file__).parents[1]

@@ -17,7 +17,7 @@ from evener.balancer.store.runs import run_folder
 from evener.devices.discover import discover
 from evener.errors import RequestError
 from evener.live.files import live_folders, prepare_folder
-from evener.system.state_folders import runs_folder, state_folder
+from evener.system.files import runs_folder, state_folder
 from evener.tui.cli.main import run
 from evener.tui.runtime.session_thread import write_crash_log
 from tests.support.small_disk import fill

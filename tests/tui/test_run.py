@@ -13,7 +13,7 @@ import pytest
 
 from evener.errors import RequestError
 from evener.plan.file import load_plan
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 from evener.training.launched import PROGRAM_COMMAND
 from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
 from tests.support.cores import two_cores

@@ -23,7 +23,7 @@ from evener.devices.terms import write_limit
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
 from evener.program.notes import ProgramSettings, RankNote
-from evener.system.state_folders import runs_folder
+from evener.system.files import runs_folder
 from evener.training.launched import PROGRAM, PROGRAM_COMMAND
 
 from ..text.tables import Table

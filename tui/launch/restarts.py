@@ -23,7 +23,7 @@ from evener.errors import DeviceError, PlanError
 from evener.plan.check import describe
 from evener.plan.file import Plan, load_plan
 from evener.plan.solver import leave_out
-from evener.system.state_folders import new_run_id
+from evener.system.files import new_run_id
 from evener.training.launched import DEVICE, RUN, WANTS_PROCESSES
 from evener.training.start_rank import STARTS
 

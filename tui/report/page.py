@@ -9,7 +9,7 @@ from pathlib import Path
 from evener.balancer.number_format import duration, percent, rate, write_share
 from evener.errors import RequestError
 from evener.plan.file import Evidence, Throughput
-from evener.system.whole_files import write_atomically
+from evener.system.files import write_atomically
 
 from ..text.formatting import energy_cells, plain, unbroken
 from ..text.progress import layout_words, outcome_words

@@ -18,7 +18,7 @@ from textual.message import Message
 
 from evener.balancer.events import Event, EventThread, ProbeProgress
 from evener.errors import EvenerError
-from evener.system.state_folders import make_private
+from evener.system.files import make_private
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever

@@ -16,7 +16,7 @@ from evener.balancer.store.locks import lock_devices
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 from evener.errors import NoLayoutError
 from evener.plan.file import parse_plan, to_json
-from evener.system.state_folders import new_error_file
+from evener.system.files import new_error_file
 
 RUNS = 3
 SECONDS = 10.0  # of each run without warm-up

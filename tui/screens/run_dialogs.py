@@ -25,7 +25,7 @@ from evener.balancer.store.notes import RunNote
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
-from evener.system.state_folders import error_file
+from evener.system.files import error_file
 
 from ..runtime.base_app import UsesApp
 from ..runtime.sessions import read_run

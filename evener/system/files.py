@@ -1,0 +1,122 @@
+"""Files and folders of this user: the state folder, small files read whole, and files written in one step.
+
+Nothing is kept in a folder that somebody else may write. A full disk, a kill or a missing permission leaves the file
+that was there intact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+import time
+from pathlib import Path
+
+from ..errors import RequestError, as_request_error
+
+
+def state_folder() -> Path:
+    """This user's state folder (XDG_STATE_HOME is honoured), made for this user alone if it isn't there."""
+    import platformdirs
+
+    return trusted_folder(Path(platformdirs.user_state_path("evener")))
+
+
+def runs_folder() -> Path:
+    """The folder that has a folder for each run."""
+    return trusted_folder(state_folder() / "runs")
+
+
+def new_run_id() -> str:
+    """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last digit is random."""
+    now = time.time()
+    from secrets import token_hex  # loads hashlib, which monitors do without
+
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{int(now % 1 * 4096):03x}{token_hex(1)[0]}"
+
+
+def trusted_folder(folder: Path) -> Path:
+    """The folder, made for this user alone; RequestError if, links followed, somebody else owns it or may write it."""
+    with as_request_error(f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."):
+        make_private(folder)
+        status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise RequestError(
+            f"{folder} belongs to somebody else, and is not trusted.", "Set XDG_STATE_HOME to a folder of your own."
+        )
+    if status.st_mode & 0o022:
+        raise RequestError(
+            f"{folder} may be written by others, and is not trusted.",
+            f"If all in it is yours: chmod 700 {folder}. Or set XDG_STATE_HOME to another folder.",
+        )
+    return folder
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that aren't there, for this user alone, whatever the umask lets others do."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def new_error_file() -> Path:
+    """A new, empty file of errors for the children of measurements without a run."""
+    path = error_file()
+    path.unlink(missing_ok=True)
+    return path
+
+
+def error_file() -> Path:
+    """The file of errors that children of the last measurement without a run wrote."""
+    return state_folder() / "errors.txt"
+
+
+LARGEST_BYTES = 4 << 20  # of a file to read
+PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin
+
+
+def read_whole(path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError) -> bytes:
+    """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large to be one."""
+    with (
+        as_request_error(f"The {what} {path} can't be read", remedy, error),
+        os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream,
+    ):
+        if not select.select([stream], [], [], PIPE_SECONDS)[0]:
+            raise error(f"Nothing is written to the pipe {path}, which should be a {what}.", remedy)
+        os.set_blocking(stream.fileno(), True)
+        content = stream.read(LARGEST_BYTES + 1)
+    if len(content) > LARGEST_BYTES:
+        raise error(f"{path} is larger than any {what}.", remedy)
+    return content
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step; a new file gets the umask's mode, an old one keeps its own.
+
+    A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where that fails.
+    """
+    with as_request_error(f"{path} can't be written", "Name a file in a folder that you may write to."):
+        target = Path(os.path.realpath(path))
+        mode = target.stat().st_mode if target.exists() else None
+        if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            target.write_bytes(content)
+        else:
+            _replace(target, content, mode)
+
+
+def _replace(target: Path, content: bytes, mode: int | None) -> None:
+    temporary = target.with_name(f".{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+            if mode is not None:
+                os.fchmod(stream.fileno(), stat.S_IMODE(mode))
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
