@@ -14,6 +14,7 @@ import typer
 
 from evener.balancer.number_format import duration, write_share
 from evener.errors import RequestError
+from evener.plan.file import Plan
 from evener.program.notes import ProgramSettings
 
 from ..launch.job import HostJob, make_job
@@ -143,11 +144,8 @@ def run(
         if balance:
             plan = measure_plan(read, devices, Path(folder, "measured.toml"))
         chosen, given = choose_plan(plan, devices, read.identity)
-        if noise and len(chosen.layout.active) == 1:
-            raise RequestError(
-                "--noise compares the processes of a training, and on one device there is one.",
-                "Leave --noise out, give two devices, or write Split(noise=True) in the script (docs/learning.md).",
-            )
+        if noise:
+            _check_several(chosen)
         path = Path(folder, "plan.toml")
         chosen.save(path)
         notes = Path(folder, "notes")
@@ -166,3 +164,12 @@ def run(
     if saved is not None:
         say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")
     return code
+
+
+def _check_several(plan: Plan) -> None:
+    """RequestError for a plan of one device, whose gradients `--noise` could compare with no other's."""
+    if len(plan.layout.active) == 1:
+        raise RequestError(
+            "--noise compares the processes of a training, and on one device there is one.",
+            "Leave --noise out, give two devices, or write Split(noise=True) in the script (docs/learning.md).",
+        )
