@@ -46,8 +46,8 @@ class Session(EventThread):
         self._run, self._job = run, run.job
         record = run.record
         began, facts, seen = record.clock_seconds, record.facts, record.observations
-        end, errors = latest_end(run.job.request.budget_seconds), runs.errors_path(record.header.run)
         try:
+            end, errors = latest_end(run.job.request.budget_seconds), runs.errors_path(record.header.run)
             self._prober: Prober = make_prober(run.job, began, errors, end)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
         except BaseException:
