@@ -18,7 +18,7 @@ import msgspec
 from evener.devices.child_environment import child_environment, import_path
 from evener.devices.registry import find_backend
 from evener.errors import EvenerError, NoLayoutError
-from evener.learning.noise_scale import NoiseScale, NoiseWindow
+from evener.learning.noise_scale import NoiseScale
 from evener.workloads import registry
 from evener.workloads.protocol import Place, Precision
 
@@ -81,6 +81,8 @@ def count_parts(batch: int, pass_rows: int | None) -> int:
 
 def main(lesson: Lesson) -> Learned:
     """Train in this process, and measure."""
+    from evener.torch_split.noise import PassNoise  # with PyTorch, which the parent does without
+
     if lesson.cores:
         os.sched_setaffinity(0, lesson.cores)
     workload: Any = registry.build(lesson.workload, lesson.place, lesson.settings, "torch")  # PyTorch's alone
@@ -90,10 +92,10 @@ def main(lesson: Lesson) -> Learned:
         return Learned(None)
     parts = count_parts(batch, workload.recipe.pass_rows)
     workload.prepare((batch // parts,))
-    window, end = NoiseWindow(), time.monotonic() + lesson.seconds
+    noise, end = PassNoise(every=1), time.monotonic() + lesson.seconds
     while time.monotonic() < end:
-        window.add(workload.learn(parts))
-    return Learned(batch, window.scale())
+        workload.learn(parts, noise)
+    return Learned(batch, noise.scale())
 
 
 if __name__ == "__main__":

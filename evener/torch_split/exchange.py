@@ -331,7 +331,7 @@ class Exchange:
         self._fired = bytearray(len(self.parameters))
         self._armed = self._alone
         self.held.open(dependent)
-        if self._alone and self.noise is not None:
+        if self._alone and self.noise is not None and rows:
             self.noise.expect(rows)
 
     def close(self) -> None:

@@ -167,12 +167,13 @@ class PassNoise(NoiseSampler):
             if exchange is not None and self.steps >= self._next:
                 pairs = enumerate(exchange.parameters)
                 self._handles = [p.register_hook(partial(self._note, i)) for i, p in pairs if p.requires_grad]
-        self._expect(_Pass(sum(sizes), cut=False))
+        self.expect(sum(sizes), cut=False)
 
-    def expect(self, rows: int) -> None:
-        """The backward pass that comes is of a part of these rows; 0: it is another one of the same part."""
-        if rows:
-            self._expect(_Pass(rows, cut=True))
+    def expect(self, rows: int, cut: bool = True) -> None:
+        """Expect the backward pass of a batch, or a part `cut` from one, of these rows."""
+        if self._passes and not self._passes[-1].norms:
+            self._passes.pop()  # a batch that is cut, or without a gradient so far
+        self._passes.append(_Pass(rows, cut))
 
     def take_sum(self) -> None:
         """Take the norm of the sum of all gradients so far."""
@@ -185,11 +186,6 @@ class PassNoise(NoiseSampler):
         for each in self._handles:
             each.remove()
         self._handles = []
-
-    def _expect(self, coming: _Pass) -> None:
-        if self._passes and not self._passes[-1].norms:
-            self._passes.pop()  # a batch that is cut, or without a gradient so far
-        self._passes.append(coming)
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
         """Take the norm of a parameter's gradient in a backward pass."""

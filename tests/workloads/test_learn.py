@@ -34,12 +34,14 @@ def build(rate: float, batch_free: bool = False) -> Any:
 def test_its_noise_scale_is_that_of_single_rows() -> None:
     import torch
 
+    from evener.torch_split.noise import PassNoise
+
     workload, inputs, targets = build(0.0)
     workload.prepare((16,))
-    window = NoiseWindow(kept=1)
+    noise = PassNoise(NoiseWindow(kept=1), every=1)
     for _ in range(1600):
-        window.add(workload.learn(2))
-    module, found = workload.recipe.module, window.scale()
+        workload.learn(2, noise)
+    module, found = workload.recipe.module, noise.scale()
     error = (module(inputs) - targets).detach()
     rows = torch.cat([2 * error * inputs, 2 * error], 1)
     center = rows.mean(0)
@@ -52,10 +54,12 @@ def test_its_noise_scale_is_that_of_single_rows() -> None:
 def test_it_steps_as_the_whole_batch_does() -> None:
     import torch
 
-    parts, whole = build(0.05)[0], build(0.05)[0]
+    from evener.torch_split.noise import PassNoise
+
+    parts, whole, noise = build(0.05)[0], build(0.05)[0], PassNoise()
     parts.prepare((16,))
     whole.prepare((32,))
-    for step in (lambda: parts.learn(2), whole.step):
+    for step in (lambda: parts.learn(2, noise), whole.step):
         torch.manual_seed(3)
         for _ in range(8):
             step()

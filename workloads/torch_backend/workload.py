@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
-from evener.learning.noise_scale import Sample, separate
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import gradient_weight
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
+from evener.torch_split.exchange import Exchange
+from evener.torch_split.noise import PassNoise
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, watch, wrap_module
@@ -80,6 +81,8 @@ class TorchWorkload:
         self._micro = 0  # the most rows of a pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
         self._work = Work(0.0, 0.0, 0.0, 0.0)
+        self._learned: Exchange | None = None  # the gradients that a training looks at
+        self._lessons = 0  # its steps
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
@@ -145,22 +148,20 @@ class TorchWorkload:
             raise RequestError("Rows that sample_batch makes say nothing about learning.", "Give training_data().")
         return self.recipe.own_batch
 
-    def learn(self, parts: int) -> Sample:
-        """Take an optimizer step on the mean of some batches; the noise and signal that their gradients show."""
+    def learn(self, parts: int, noise: PassNoise) -> None:
+        """Take an optimizer step on the mean of some batches, whose gradients `noise` compares."""
         assert self._batches is not None
-        optimizer = self.recipe.optimizer
-        optimizer.zero_grad(set_to_none=False)
-        owned = [each for group in optimizer.param_groups for each in group["params"]]
-        before, weighted, rows = [torch.zeros_like(each) for each in owned], 0.0, self._batches.rows
+        if self._learned is None:
+            self._learned = Exchange(self.recipe.module, alone=True)
+            noise.attach(self._learned)
+        self.recipe.optimizer.zero_grad(set_to_none=True)
         for _ in range(parts):
+            noise.begin((self._batches.rows,), self._lessons)
             with self._autocast():
                 loss = self._objective(*self._batches.take())
             (loss / parts).backward()
-            now = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in owned]
-            weighted += rows * parts**2 * _squared(torch._foreach_sub(now, before))
-            before = now
-        optimizer.step()
-        return separate((rows,) * parts, weighted, _squared(before))
+        self.recipe.optimizer.step()
+        self._lessons += 1
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add what a step computed; a batch that is cut into passes was padded before."""
@@ -247,11 +248,6 @@ class TorchWorkload:
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
                 watch(self._model, self.device, lambda *_: None)
-
-
-def _squared(gradients: Sequence[torch.Tensor]) -> float:
-    norms = torch._foreach_norm(list(gradients))
-    return float(torch.stack([each.double() for each in norms]).square().sum())
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
