@@ -1,8 +1,9 @@
 """Train on from one checkpoint with two batches, to see what the larger one costs: docs/learning.md says how.
 
+evener balance --framework torch -w examples/torch_branch.py:build --global-batch 512 --export plan.toml
 evener launch plan.toml examples/torch_branch.py --save last.pt
 evener launch plan.toml examples/torch_branch.py --resume last.pt
-evener launch plan.toml examples/torch_branch.py --resume last.pt --global-batch 512 --rate 1.4e-3
+evener launch plan.toml examples/torch_branch.py --resume last.pt --global-batch 1024 --rate 1.4e-3
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ def points(rows: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 16, generator=generator)
     return TensorDataset(inputs, (inputs[:, :3] + torch.randn(rows, 3, generator=generator)).argmax(1))
+
+
+def network() -> nn.Module:
+    """One hidden layer."""
+    return nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 3))
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
+    """For `--workload examples/torch_branch.py:build`: the same network, optimizer, loss and data."""
+    model = network()
+    return model, torch.optim.Adam(model.parameters()), CRITERION, points(HELD_OUT, seed=1)
 
 
 def train(split: Split, model: Any, optimizer: torch.optim.Optimizer, loader: Any, rows: int) -> int:
@@ -64,7 +76,7 @@ def main() -> None:
 
     split = Split(options.plan, global_batch=options.global_batch)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 3))
+    net = network()
     model, optimizer = split.wrap(net), torch.optim.Adam(net.parameters(), options.rate)
     if options.resume:
         weights, state = torch.load(options.resume, map_location=split.device)
