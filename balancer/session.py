@@ -38,18 +38,18 @@ class Session(EventThread):
     """
 
     def __init__(self, run: Run) -> None:
+        end = latest_end(run.job.request.budget_seconds)
         super().__init__()
         self._interrupted = False
         self._late = False
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
-        self._run, self._job = run, run.job
-        record = run.record
+        self._run, self._job, record = run, run.job, run.record
         began, facts, seen = record.clock_seconds, record.facts, record.observations
         try:
-            end, errors = latest_end(run.job.request.budget_seconds), runs.errors_path(record.header.run)
-            self._prober: Prober = make_prober(run.job, began, errors, end)
+            errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
+            self._prober: Prober = make_prober(run.job, began, errors, end)
         except BaseException:
             run.close()
             raise

@@ -62,18 +62,23 @@ def launch(
         from ..launch.cluster import launch_on_cluster
 
         return launch_on_cluster(plan, script, max_restarts, rendezvous, ray_address, wait_seconds)
-    from ..launch.processes import named_output
-    from ..launch.restarts import run_job, say
-
     job = make_job(plan, script, host, rendezvous, wait_seconds)
     if rendezvous is None:
         _say_other_hosts(job, max_restarts)
-    say(f"{_name(job)} starts: {_list_shares(job)}")
+    return _train(job, _name(job), f"starts: {_list_shares(job)}", max_restarts)
+
+
+def _train(job: HostJob, name: str, starts: str, max_restarts: int) -> int:
+    """Train in all processes of this host, and say when they start and end; returns the exit code."""
+    from ..launch.processes import named_output
+    from ..launch.restarts import run_job, say
+
+    say(f"{name} {starts}")
     began = time.monotonic()
     with named_output(job.names) as output:
         code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
     if not code:
-        say(f"{_name(job)} has ended, after {duration(time.monotonic() - began)}")
+        say(f"{name} has ended, after {duration(time.monotonic() - began)}")
     return code
 
 
@@ -132,14 +137,11 @@ def run(
 
     Its global batch, the order of rows and what it learns stay the same; docs/run.md says which programs work.
     """
-    from ..launch.job import make_job
-    from ..launch.processes import named_output
-    from ..launch.restarts import run_job, say
+    from ..launch.restarts import say
 
     read = read_command(command or [])
     if balance and plan is not None:
         raise RequestError("--balance measures a plan, and --plan gives one.", "Give one of them.")
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="evener-run-") as folder:
         if balance:
             plan = measure_plan(read, devices, Path(folder, "measured.toml"))
@@ -152,12 +154,9 @@ def run(
         notes.mkdir()
         set_environment(ProgramSettings(str(notes), read.name, strict, not given, noise))
         job = make_job(path, read.words, None, None, executable=read.executable)
-        say(f"{read.name} starts on {', '.join(device.label for process in job.processes for device in process)}")
-        with named_output(job.names) as output:
-            code = run_job(msgspec.structs.replace(job, output=output), max_restarts)
+        labels = ", ".join(device.label for process in job.processes for device in process)
+        code = _train(job, read.name, f"starts on {labels}", max_restarts)
         left = read_notes(notes)
-        if not code:
-            say(f"{read.name} has ended, after {duration(time.monotonic() - began)}")
         for line in summarize(chosen, left):
             say(line)
         saved = None if code or (given and not balance) else save_plan(chosen, read, left)
