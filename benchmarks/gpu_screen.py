@@ -41,10 +41,10 @@ def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> 
 
 async def draw_trainings(devices: str, seconds: float) -> str:
     """The Trainings screen as SVG, when it has read for some seconds."""
+    from evener.devices.sampler import open_sampler
     from evener.tui.app import EvenerApp
-    from evener.tui.runtime.snapshot_publisher import open_publisher
 
-    publisher, trainable = open_publisher(devices, None)
+    publisher, trainable = open_sampler(devices, None)
     publisher.start()
     app = EvenerApp(publisher, devices=devices, trainable=trainable)
     async with app.run_test(size=(140, 30)) as pilot:

@@ -46,12 +46,12 @@ EVENER = f"import sys; from evener.tui.start import run_app; sys.exit(run_app({D
 LOADED = f"""
 import sys
 from evener.tui.start import run_app
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
+from evener.devices.sampler import Sampler
 def loaded(self, *subscriber):
     for place, _ in enumerate(self.source.devices()):
         self.source.set_load(place, 1100.0 - 40 * place, 600)
     begin(self, *subscriber)
-begin, SnapshotPublisher.start = SnapshotPublisher.start, loaded
+begin, Sampler.start = Sampler.start, loaded
 sys.exit(run_app({DEVICES!r}))
 """
 NVITOP = "from nvitop.cli import main; main()"

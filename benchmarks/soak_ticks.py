@@ -34,12 +34,11 @@ from textual.events import Key
 
 from benchmarks.monitor import Screen
 from evener.devices.discover import discover
-from evener.devices.sampler import History, Subscriber
+from evener.devices.sampler import History, Sampler, Subscriber
 from evener.devices.simulated import SimulatedSource
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.live.reporter import Reporter
 from evener.tui.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 HALF_HOUR = 1800  # ticks
 SAMPLE_TICKS = 150  # two rounds of all keys at all sizes, so that every sample finds the app in the same state
@@ -60,7 +59,7 @@ class AppSample(msgspec.Struct, frozen=True):
     trimmed_bytes: int | None = None  # resident after malloc returned its free memory; in the last sample only
 
 
-class TickPublisher(SnapshotPublisher):
+class TickPublisher(Sampler):
     """A snapshot publisher whose seconds pass when the benchmark says so."""
 
     interval_seconds = 1.0

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from .types import DeviceSample, ProcessSample, Reading, Snapshot, Source, State
+from .backend import visible_devices
+from .discover import discover, open_source
+from .recording import Recording
+from .registry import find_backend
+from .simulated import SimulatedSource
+from .types import Device, DeviceSample, ProcessSample, Reading, Snapshot, Source, State
 
 Subscriber = Callable[[Snapshot], object]
 HISTORY_TICKS = 600
@@ -47,6 +54,21 @@ class Sampler:
             threading.Thread(target=self._poll, name="evener-sampler", daemon=True),
             threading.Thread(target=self._watch, name="evener-sampler-watch", daemon=True),
         )
+
+    @property
+    def state(self) -> str:
+        """The place in a recording; empty for live readings."""
+        source = self.source
+        return f"replay {source.position + 1}/{len(source)}" if isinstance(source, Recording) else ""
+
+    def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
+        """Samples/s and share of the probes that run now, by device id.
+
+        Simulated devices act on it; on real ones, probes report themselves.
+        """
+        if isinstance(self.source, SimulatedSource):
+            for position, device in enumerate(self.source.devices()):
+                self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
         """Take the first sample at once and go on every interval; `subscriber` gets every snapshot from now on.
@@ -164,3 +186,23 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
         if isinstance(reading := getattr(sample, field.name), Reading) and reading.state is State.VALUE
     }
     return msgspec.structs.replace(sample, **changed)
+
+
+def open_sampler(devices: str, replay: Path | None, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
+    """The sampler for `--devices` or a recording, and the devices that a search may use.
+
+    RequestError and DeviceError say what is wrong with either one.
+    """
+    if replay is not None:
+        recorded = Recording(replay)
+        return Sampler(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+    found = discover(devices, only_visible=False, ray_address=ray_address)
+    return Sampler(open_source(found)), _trainable(found.devices)
+
+
+def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from frameworks."""
+    variable = find_backend(devices[0].kind).visible_variable if devices else ""
+    if not variable or devices[0].host:
+        return devices
+    return visible_devices(devices, os.environ.get(variable))

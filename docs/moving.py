@@ -17,11 +17,10 @@ from evener.balancer.events import Event, EventThread, Finished
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.devices.sampler import History, Subscriber
+from evener.devices.sampler import History, Sampler, Subscriber
 from evener.devices.types import HostSample, Snapshot
 from evener.tui.app import EvenerApp
 from evener.tui.runtime.simulated_training import PAIR, TrainingSource
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 SIZE = (110, 33)
 SEARCH_SECONDS = (1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48)
@@ -30,7 +29,7 @@ FRAME_SECONDS, MONITOR_SECONDS, VERDICT_SECONDS, LAST_SECONDS = 0.45, 1.5, 5.0, 
 LONGER = {9: 2.0, 11: 2.0, 13: 2.0, 44: 1.5, 50: 1.5}  # frames of the training that are worth a look
 
 
-class _Publisher(SnapshotPublisher):
+class _Publisher(Sampler):
     """Publishes a reading whenever the picture's clock moves on; no thread polls."""
 
     def __init__(self, at_seconds: float, host: HostSample) -> None:

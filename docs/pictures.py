@@ -139,7 +139,7 @@ def _app(spec: str, theme: str, reports: Sequence[Training] = ()) -> EvenerApp:
     speeds = [(each.samples_per_second, each.devices[0].batch) for each in reports] or [
         (1240.0, 820) if "Ti" in device.name else (866.0, 568) for device in found.devices
     ]
-    publisher: Any = PicturePublisher(found.machine, speeds, reports)  # in the place of a SnapshotPublisher
+    publisher: Any = PicturePublisher(found.machine, speeds, reports)  # in the place of a Sampler
     return EvenerApp(publisher, devices=spec, trainable=found.devices, theme=theme)
 
 

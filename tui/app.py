@@ -17,9 +17,10 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
 from textual.widgets import Input
 
+from evener.devices.sampler import Sampler
+
 from .runtime.base_app import BaseApp, Sampled
 from .runtime.session_thread import write_crash_log
-from .runtime.snapshot_publisher import SnapshotPublisher
 from .screens.base import SCREENS
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
@@ -49,7 +50,7 @@ class EvenerApp(BaseApp):
     ]
 
     def __init__(
-        self, publisher: SnapshotPublisher, *, theme: str = "dark", opens: MakeScreen | None = None, **options: Any
+        self, publisher: Sampler, *, theme: str = "dark", opens: MakeScreen | None = None, **options: Any
     ) -> None:
         super().__init__(publisher, **options)
         self._opens = opens  # the screen that is in front first, over the runs

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from evener.devices.sampler import Sampler
+
 from .app import EvenerApp
 from .runtime.session_thread import SessionEnded
 from .runtime.simulated_training import PAIR, TrainingSource
-from .runtime.snapshot_publisher import SnapshotPublisher
 
 PACE = 0.25  # of real time that the search takes
 INTERVAL_SECONDS = 0.5
@@ -20,7 +21,7 @@ class DemoApp(EvenerApp):
 
     def __init__(self, **options: Any) -> None:
         self._cards = TrainingSource()
-        publisher = SnapshotPublisher(self._cards, INTERVAL_SECONDS)
+        publisher = Sampler(self._cards, INTERVAL_SECONDS)
         super().__init__(publisher, devices=PAIR, trainable=self._cards.devices(), **options)
         self._trains = False
 

@@ -18,10 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.devices.sampler import open_sampler
 from evener.devices.types import Snapshot
 from evener.errors import RequestError
-
-from .runtime.snapshot_publisher import open_publisher
 
 if TYPE_CHECKING:
     from .app import EvenerApp
@@ -54,7 +53,7 @@ def run_app(
     address, no app) are raised before the terminal is touched.
     """
     prepare_app()
-    publisher, trainable = open_publisher(devices, replay, ray_address)
+    publisher, trainable = open_sampler(devices, replay, ray_address)
     publisher.start()
     from .app import EvenerApp
 

@@ -32,11 +32,11 @@ from evener.devices.cluster.agents import find_agent
 from evener.devices.cluster.connection import list_nodes
 from evener.devices.cluster.discovery import describe_versions, hold_other_gpus
 from evener.devices.discover import discover
+from evener.devices.sampler import open_sampler
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, RequestError
 from evener.plan.file import load_plan
 from evener.tui.cli.main import run
-from evener.tui.runtime.snapshot_publisher import open_publisher
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
@@ -170,7 +170,7 @@ def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixtur
     assert all(each["utilization_percent"]["state"] == "value" for each in snapshot["devices"])
     assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--once"]) == 0
     assert f"{SECOND} " in capsys.readouterr().out
-    publisher, trainable = open_publisher("ray/cpu/1", None)
+    publisher, trainable = open_sampler("ray/cpu/1", None)
     assert [device.label for device in trainable] == [f"{FIRST}/CPU:0", f"{SECOND}/CPU:0"]
     source = publisher.source
     try:

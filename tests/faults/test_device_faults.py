@@ -24,7 +24,6 @@ from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
 
@@ -259,7 +258,7 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(fa
     """
     nvml = fake_nvml(2)
     source = NvmlSource(library=nvml)
-    app = EvenerApp(SnapshotPublisher(source, 0.1), devices="gpu", trainable=source.devices())
+    app = EvenerApp(Sampler(source, 0.1), devices="gpu", trainable=source.devices())
 
     def shown() -> State | None:
         return None if app.snapshot is None else app.snapshot.devices[0].temperature_celsius.state

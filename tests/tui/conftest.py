@@ -23,11 +23,10 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.devices.sampler import History, Subscriber
+from evener.devices.sampler import History, Sampler, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.plan import file as plans
 from evener.tui.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 from tests.support import launched_plan
 
 GIB = 1024**3
@@ -104,7 +103,7 @@ class Script:
         return msgspec.structs.replace(full, **changed)
 
 
-class ScriptedPublisher(SnapshotPublisher):
+class ScriptedPublisher(Sampler):
     """A publisher whose snapshots are pushed by the test."""
 
     interval_seconds = 1.0

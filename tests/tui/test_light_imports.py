@@ -41,10 +41,10 @@ def test_what_works_without_a_screen_loads_none(module: str, tmp_path: Path) -> 
 FIRST_FRAME = """
 import asyncio
 from evener.tui.app import EvenerApp
-from evener.tui.runtime.snapshot_publisher import open_publisher
+from evener.devices.sampler import open_sampler
 
 async def draw():
-    app = EvenerApp(open_publisher("sim:gtx1080ti", None)[0])
+    app = EvenerApp(open_sampler("sim:gtx1080ti", None)[0])
     async with app.run_test() as pilot:
         while "SIM:0" not in app.screen.query_one("#devices").text:
             await pilot.pause(0.01)

@@ -17,11 +17,11 @@ import pytest
 from evener.balancer.events import ProbeProgress
 from evener.devices.discover import discover, open_source
 from evener.devices.processes import send_signal
+from evener.devices.sampler import Sampler
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.base_app import Sampled
 from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
 from evener.tui.runtime.sessions import RunReplay
-from evener.tui.runtime.snapshot_publisher import SnapshotPublisher
 
 
 def _wait(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -48,7 +48,7 @@ def test_only_progress_of_the_same_probe_is_replaced(events: Any) -> None:
 
 def test_simulated_devices_follow_the_load_of_probes() -> None:
     """Memory and power rise with a probe's load and fall with its end."""
-    feed = SnapshotPublisher(open_source(discover("sim:gtx1080ti")), 0.1)
+    feed = Sampler(open_source(discover("sim:gtx1080ti")), 0.1)
     got: list[Any] = []
     feed.start(got.append)
     try:

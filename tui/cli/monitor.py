@@ -198,11 +198,12 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
 
     RequestError and DeviceError say at once what is wrong with a request that every visitor's app would refuse.
     """
-    from ..runtime.snapshot_publisher import open_publisher
+    from evener.devices.sampler import open_sampler
+
     from ..serve.browser import serve_browser
 
     replay = look.get("--replay")
-    publisher, _ = open_publisher(devices, replay if isinstance(replay, Path) else None)
+    publisher, _ = open_sampler(devices, replay if isinstance(replay, Path) else None)
     publisher.close()
     given = [
         word for name, value in look.items() if value for word in ([name] if value is True else [name, str(value)])

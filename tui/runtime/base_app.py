@@ -19,13 +19,13 @@ from textual.reactive import var
 from evener.balancer.events import EventThread
 from evener.balancer.request import Request
 from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
+from evener.devices.sampler import Sampler
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 
 from ..text.formatting import plain
 from ..view.cells import ASCII, UNICODE, Marks
 from .session_thread import SessionEnded, SessionReported, SessionThread
-from .snapshot_publisher import SnapshotPublisher
 
 INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
@@ -64,7 +64,7 @@ class BaseApp(App[int]):
 
     def __init__(
         self,
-        publisher: SnapshotPublisher,
+        publisher: Sampler,
         *,
         devices: str = "auto",
         trainable: tuple[Device, ...] = (),
