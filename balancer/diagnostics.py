@@ -49,7 +49,7 @@ EXTRAS = {  # what each adds, and the modules that it brings
     "plot": ("evener report", ("matplotlib",)),
     "metrics": ("monitor --metrics", ("prometheus_client",)),
     "huggingface": ("transformers' trainers", ("transformers", "accelerate")),
-    "lightning": ("Lightning", ("lightning",)),
+    "lightning": ("Lightning's Trainer", ("lightning",)),
     "ray": ("several machines", ("ray",)),
 }
 

@@ -141,7 +141,7 @@ _TABLE = (
         "synthetic",
         "none",
         "evener.workloads.synthetic:Synthetic",
-        "spins the CPU for a written-down time and holds real memory; for tests and demos",
+        "spins the CPU for a given time and holds real memory; for tests and demos",
         "made here",
         {
             "base_ms": 5.0,

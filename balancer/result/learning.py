@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..search.search import Search  # which the app's first frame does without
 
 SENTENCES = {
-    "learning.unknown": "A larger batch takes more samples to the same loss, and how many isn't known{measure:measure}",
+    "learning.unknown": "A larger batch needs more samples for the same loss; how many isn't known{measure:measure}",
     "learning.worth": "At a noise scale of {scale:scale} rows, {samples} samples a step are worth {worth:worth} of as"
     " many in small batches",
     "learning.at_least": "At a noise scale of {scale:at_least} rows or more, {samples} samples a step are worth at"

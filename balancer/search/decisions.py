@@ -107,7 +107,7 @@ def explain_race(probe: Probe, layouts: int) -> str:
     if probe.stage == "knobs":
         return "Measures the winner with other knobs, in turns."
     if probe.stage == "check":
-        return "Measures the chosen layout once more: what it was chosen by flatters it."
+        return "Measures the chosen layout again: the figure that it won by is likely to be too high."
     if layouts == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."

@@ -15,7 +15,7 @@ from .cells import Marks, Span, Tone, cut
 from .charts import figure, run_time, short, short_bytes, whole
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
-NO_TRAINING = "No training reports here (PyTorch: evener.report; Keras: Report(split))."
+NO_TRAINING = "No training reports here. PyTorch: Split, evener.report; Keras: Report(split)."
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
 
 
