@@ -16,6 +16,7 @@ from .probes.child_prober import make_prober
 from .probes.prober import Prober, Report
 from .request import Job
 from .result.explain_failure import find_unfinished
+from .result.outlook import find_largest_model
 from .result.words import make_fault
 from .search.budget import LONGEST_PROBE_SECONDS
 from .search.layouts import BALANCE, LayoutOptions
@@ -56,6 +57,7 @@ class Outlook(msgspec.Struct, frozen=True):
     budget_seconds: float | None
     notes: tuple[str, ...] = ()
     simulated: bool = False  # the workload itself was not run
+    largest: tuple[Finding, ...] = ()  # the largest models that the devices could train
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -73,7 +75,7 @@ class Outlook(msgspec.Struct, frozen=True):
             "simulated": self.simulated,
         }
         tried = Finding("outlook.simulated" if self.simulated else "outlook.steps", steps)
-        return tried, Finding("outlook.search", search), Finding("outlook.nothing_kept")
+        return tried, Finding("outlook.search", search), *self.largest, Finding("outlook.nothing_kept")
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
@@ -86,7 +88,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
         lock_devices("", alone.exclusive()),
         closing(make_prober(alone, error_file=new_error_file())) as prober,
     ):
-        timed = _step(alone, prober, report, stop)
+        timed = _step(alone, prober, report, stop, tuple(find_largest_model(resolved)))
     return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, alone, timed)
 
 
@@ -101,8 +103,10 @@ def _keep_first(job: Job) -> Job:
     return msgspec.structs.replace(job, request=request, devices=job.devices[:1], machine=machine)
 
 
-def _step(alone: Job, prober: Prober, report: Report, stop: threading.Event) -> list[Timed]:
-    """The first batches of a search on one device, as many as ran until `stop`."""
+def _step(
+    alone: Job, prober: Prober, report: Report, stop: threading.Event, largest: tuple[Finding, ...]
+) -> list[Timed]:
+    """The first batches of a search on one device, as many as ran until `stop`; `largest` follows where none fits."""
     search, timed = Search(alone.problem, BALANCE), list[Timed]()
     running: dict[Probe, ProbeProgress] = {}
     over = threading.Event()
@@ -137,7 +141,9 @@ def _step(alone: Job, prober: Prober, report: Report, stop: threading.Event) -> 
         raise make_fault(NoLayoutError, *parts, remedy=Finding("remedy.longer_budget"))
     if not timed and not stop.is_set():
         none = Finding("fault.no_sample", {"device": alone.devices[0].label})
-        raise make_fault(NoLayoutError, none, remedy=Finding("remedy.free_memory"))
+        raise make_fault(
+            NoLayoutError, none, *largest, remedy=Finding("remedy.shards" if largest else "remedy.free_memory")
+        )
     return timed
 
 
@@ -161,6 +167,7 @@ def _foresee(resolved: Job, alone: Job, timed: Sequence[Timed]) -> Outlook:
         budget_seconds=problem.budget_seconds,
         notes=resolved.notes,
         simulated=resolved.machine is not None,
+        largest=tuple(find_largest_model(resolved)),
     )
 
 

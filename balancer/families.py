@@ -74,6 +74,10 @@ class View(Protocol):
         """Even splits at about the batch of the best split."""
 
     @property
+    def shards(self) -> Sequence[Layout]:
+        """Sharded trainings worth a race; none where each device holds the whole model, unless they were asked for."""
+
+    @property
     def packs(self) -> Sequence[Layout]:
         """The best pack of each mode, or the first to try."""
 
@@ -202,6 +206,27 @@ class SplitFamily(Family):
         return {**super().sentences(), "advice.cost": by_cost}
 
 
+class ShardFamily(Family):
+    """One training whose devices hold parts of the model by their memory, and compute rows by their speed."""
+
+    name = kind = "shard"
+    fewest_devices = 2
+    simplicity = 5
+    start_cost = 1.5  # its processes have to meet
+    titled = "{another:another}shards of the model"
+    advice = (
+        "Shard the model {states:ratios} and each batch {ratios:ratios} over {devices:and} ({shares:shares} samples)"
+    )
+
+    def layouts(self, view: View) -> Sequence[Layout]:
+        """Rows by speed, state by the memory that is left beside them."""
+        return view.shards
+
+    def count_groups(self, offer: Offer, devices: int) -> int:
+        """The number of process groups: none where the model fits."""
+        return 0
+
+
 def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
     """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
     size = single.global_batch if batch is None else batch
@@ -262,9 +287,16 @@ class PlaceFamily(Family):
         return len(offer.placements)
 
 
-SOLO, EVEN, SPLIT, PACK, PLACE = SoloFamily(), EvenFamily(), SplitFamily(), PackFamily(), PlaceFamily()
+SOLO, EVEN, SPLIT, SHARD, PACK, PLACE = (
+    SoloFamily(),
+    EvenFamily(),
+    SplitFamily(),
+    ShardFamily(),
+    PackFamily(),
+    PlaceFamily(),
+)
 
-FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, PACK, PLACE)}
+FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHARD, PACK, PLACE)}
 
 
 def add(family: Family, traits: Traits | None = None) -> None:

@@ -232,6 +232,7 @@ def take_in_comparison(
         pack_modes=modes,
         knobs=tuple(cast(list[Knob], knobs)),
         left_out=tuple(notes),
+        shards=any(family.traits.sharded for family in possible) and layouts is not None,
     )
     return msgspec.structs.replace(resolved, request=msgspec.structs.replace(request, compare=wanted))
 
@@ -257,6 +258,9 @@ def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placemen
         return f"{family.name} needs two devices, and there is one ({resolved.devices[0].label})"
     if family.traits.placed and len(group_by_host(resolved.devices)) > 1:
         return f"{family.name} needs its devices on one host"
+    if family.traits.sharded and not (resolved.problem.shards or (resolved.machine and resolved.machine.shards)):
+        whose = "of a machine file with [shards]" if resolved.machine else "PyTorch's"
+        return f"{family.name} is {whose}"
     if not family.traits.placed or placements:
         return ""
     if resolved.machine is not None:

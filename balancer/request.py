@@ -92,6 +92,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
             max_slowdown=request.max_slowdown,
             hosts=hosts if any(hosts) else (),
             products=_number((device.kind, device.name) for device in devices),
+            shards=self.framework == "torch" and not self.simulated,
         )
 
 

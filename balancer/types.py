@@ -16,7 +16,9 @@ from evener.plan.layout import KINDS, Kind, Traits, check_kind
 from evener.shares.curves import Cost, Work
 from evener.shares.whole_rows import count_passes, split_passes
 
-Stage = Literal["solo", "rest", "split", "pack", "race", "knobs", "check"]  # rest: alone, the others idle
+Stage = Literal[
+    "solo", "rest", "split", "part", "shard", "pack", "race", "knobs", "check"
+]  # rest: alone, the others idle; part: alone, on its rows of a sharded model; shard: a whole step of one
 Cause = Literal[
     "signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"
 ]  # device: it or its driver has gone
@@ -34,6 +36,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     costs: tuple[Cost | None, ...] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
     tokens: tuple[int, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
     length: int = 0  # of every row, where a probe is about one length
+    state: tuple[float, ...] = ()  # of a sharded training: the part of the model's state that each device holds
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -273,6 +276,14 @@ class Belief(msgspec.Struct, frozen=True):
     doing: str  # one sentence: what is measured now and why
 
 
+class ModelState(msgspec.Struct, frozen=True):
+    """The bytes of a model that a sharded training divides, and of what each rank has beside its part."""
+
+    state_bytes: int  # parameters, gradients and the optimizer's state
+    gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
+    step_bytes: int = 0  # what the optimizer's step takes for a moment, for all of the model
+
+
 class Problem(msgspec.Struct, frozen=True):
     """A problem for a search. `memory_bytes` is what a training process can have on each device, if known."""
 
@@ -294,6 +305,9 @@ class Problem(msgspec.Struct, frozen=True):
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of
     max_slowdown: float = 0.0  # that an objective which trades speed may cost: a part of the fastest layout's
+    shards: bool = False  # the workload can be trained in shards
+    state: ModelState | None = None  # of the workload, once a sharded one was built
+    all_together: bool = False  # all devices take part in any layout, as each holds a part of the model
 
 
 class Finding(msgspec.Struct, frozen=True):

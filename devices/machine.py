@@ -7,6 +7,7 @@ step_seconds      = max over devices with samples of device_seconds + (base_ms +
 pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side by side on one device
 placement         = the step time of a model whose parts lie on several devices, as a curve of its own
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
+in shards         : memory_bytes(b) - (1 - part) * state_mib + gathered_mib, and gather_ms more for each pass
 """
 
 from __future__ import annotations
@@ -145,6 +146,14 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return max(0.0, interpolate(self.curve, batch)) / 1000
 
 
+class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of the model's memory that a sharded training divides over the devices, and what that costs."""
+
+    state_mib: Positive  # parameters, gradients and the optimizer's state, within each device's own memory figures
+    gathered_mib: Amount = 0.0  # on each device beside its part: the units that it has gathered
+    gather_ms: Amount = 0.0  # of each pass, hidden by no computation
+
+
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An event of one device of a machine file, which lasts for some time on the session's clock."""
 
@@ -172,6 +181,7 @@ class Machine(msgspec.Struct, frozen=True):
     limits: tuple[Limit, ...] = ()  # one for each device; empty: none is limited
     placements: tuple[SimulatedPlacement, ...] = ()
     events: tuple[SimulatedEvent, ...] = ()
+    shards: SimulatedShards | None = None
 
     def limit(self, position: int) -> Limit:
         """The limit that `@` holds the device to."""
@@ -233,6 +243,16 @@ class Machine(msgspec.Struct, frozen=True):
     def memory_bytes(self, position: int, rows: int) -> int:
         """Peak memory of one device that computes these rows at once."""
         return self.devices[position].memory_bytes(rows)
+
+    def part_bytes(self, position: int, rows: int, part: float) -> int:
+        """Peak memory of one device that computes these rows at once with this part of the model's state.
+
+        ValueError for a machine without shards.
+        """
+        if self.shards is None:
+            raise ValueError("the machine's model can't be sharded")
+        more = self.shards.gathered_mib - (1 - part) * self.shards.state_mib
+        return max(0, self.memory_bytes(position, rows) + round(more * MIB))
 
     def usable_memory_bytes(self, position: int) -> int:
         """Memory that a training process can have on the device, under the limit."""

@@ -25,7 +25,15 @@ from evener.errors import RequestError
 from evener.system.files import read_whole
 
 from .backend import Backend, Discovery
-from .machine import USUAL_WATTS, Machine, SimulatedDevice, SimulatedEvent, SimulatedPlacement, Sync
+from .machine import (
+    USUAL_WATTS,
+    Machine,
+    SimulatedDevice,
+    SimulatedEvent,
+    SimulatedPlacement,
+    SimulatedShards,
+    Sync,
+)
 from .types import Device, DeviceSample, Snapshot, Source, Term, value
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sync: Sync = Sync()  # absent: it costs nothing
     placement: tuple[SimulatedPlacement, ...] = ()
     event: tuple[SimulatedEvent, ...] = ()
+    shards: SimulatedShards | None = None  # absent: the model can't be sharded
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -63,7 +72,15 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
     for i, table in enumerate(data["device"]):
         _check_memory_keys(table, _where(source, "device", i, table))
     _check_positions(file, source)
-    return Machine(file.device, file.sync, placements=file.placement, events=file.event)
+    machine = Machine(file.device, file.sync, placements=file.placement, events=file.event, shards=file.shards)
+    for i, device in enumerate(file.device):
+        if file.shards is not None and device.memory_bytes(1) < file.shards.state_mib * MIB:
+            raise RequestError(
+                f"{_where(source, 'device', i, data['device'][i])} needs less memory for a sample than"
+                f" `shards.state_mib`, {file.shards.state_mib:g}.",
+                "The state is a part of each device's own memory figures.",
+            )
+    return machine
 
 
 def _check_positions(file: MachineFile, source: str) -> None:

@@ -32,6 +32,7 @@ class Place(msgspec.Struct, frozen=True):
     xla: bool = False
     input: Input = "host"  # host: batches come from host memory each step, as in training
     placement: str = ""  # place layouts: the workload's own name for it
+    state: tuple[float, ...] = ()  # of a sharded model: the part of each rank; alone, of a rank measured by itself
 
     @property
     def world(self) -> int:

@@ -212,7 +212,8 @@ class ChildProber:
                 if peak is not None:
                     held = self._memory.estimate_held(i, peak)
                     group.held_bytes[i] = kept.get(i, max(held, group.held_bytes.get(i, 0)))
-                    self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
+                    if not layout.traits.sharded:
+                        self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
             self._idle[key] = group
 
     def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from evener.plan.layout import KINDS, Traits
 from evener.workloads.protocol import Input, Place, Precision
 
 from ..request import Job
+from ..search.sharding import MEASURED_PART
 from ..types import Layout, Probe
 from .protocol import Build
 
@@ -36,6 +37,7 @@ class GroupKey(msgspec.Struct, frozen=True):
     processes: int
     placement: str
     knobs: tuple[str, ...]
+    state: tuple[float, ...] = ()
 
     @property
     def traits(self) -> Traits:
@@ -45,7 +47,12 @@ class GroupKey(msgspec.Struct, frozen=True):
     @classmethod
     def for_layout(cls, layout: Layout) -> GroupKey:
         """The children that a layout needs."""
-        return cls(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs)
+        return cls(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs, layout.state)
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The part of a sharded model's state that each process holds; empty for any other."""
+        return (self.state or (MEASURED_PART,)) if self.traits.sharded else ()
 
 
 def choose_engine(resolved: Job, key: GroupKey) -> str:
@@ -115,6 +122,7 @@ def build_commands(
             xla=request.xla or "xla" in key.knobs,
             input=cast(Input, request.input),
             placement=key.placement if key.traits.placed else "",
+            state=key.parts,
         )
         commands.append(
             Build(
@@ -215,7 +223,7 @@ class MemoryBudget:
         for probe in probes:
             layout = probe.layout
             for position in layout.active:
-                most = self._estimate_need(position, layout.pass_rows[position])
+                most = None if layout.traits.sharded else self._estimate_need(position, layout.pass_rows[position])
                 needs[position] = None if most is None else most * layout.processes
         return needs
 

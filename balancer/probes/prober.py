@@ -16,7 +16,7 @@ from evener.devices.registry import all_backends
 
 from ..events import ProbeProgress
 from ..request import Job, deals_by_cost
-from ..types import Observation, Probe
+from ..types import ModelState, Observation, Probe
 
 Report = Callable[[ProbeProgress], None]
 
@@ -34,6 +34,7 @@ class Facts(msgspec.Struct, frozen=True):
     rows: int = 0  # of the training data; 0: unknown, or made for the measurement
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
     longest_row: int = -1  # the number of the longest row in the data; -1: unknown
+    state: ModelState | None = None  # what a sharded training divides, once one was built
 
 
 class Prober(Protocol):
@@ -77,4 +78,5 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
         rows=int(found.get("rows", 0)),
         lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
         longest_row=int(found.get("longest_row", -1)),
+        state=ModelState(*map(int, found["state"].split())) if "state" in found else before.state,
     )

@@ -15,17 +15,18 @@ from hashlib import blake2b
 
 import msgspec
 
-from evener.devices.machine import Machine
+from evener.devices.machine import MIB, Machine
 
 from ..events import ProbeProgress
+from ..search.sharding import MEASURED_PART
 from ..search.statistics import relative_half_width
-from ..types import Failed, Observation, OutOfMemory, Probe, Timed
+from ..types import Failed, ModelState, Observation, OutOfMemory, Probe, Timed
 from .block_timing import Block, BlockTimer
 from .prober import Facts, Report
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
-LATER = ("micro", "costs", "tokens", "length")  # fields of a layout that seeds don't count where they are empty
+LATER = ("micro", "costs", "tokens", "length", "state")  # in a layout: seeds don't count them where they are empty
 
 
 class SimulatedProber:
@@ -72,8 +73,12 @@ class SimulatedProber:
 
     def facts(self) -> Facts:
         """A digest of the machine, which serves as the workload's too."""
-        digest = blake2b(msgspec.json.encode(self._machine), digest_size=8).hexdigest()
-        return Facts(engine="simulated", workload_digest=digest)
+        machine, shards = msgspec.structs.asdict(self._machine), self._machine.shards
+        if shards is None:
+            del machine["shards"]  # the digest of a machine is that of its older files
+        digest = blake2b(msgspec.json.encode(machine), digest_size=8).hexdigest()
+        sizes = (round(size * MIB) for size in (shards.state_mib, shards.gathered_mib)) if shards else ()
+        return Facts(engine="simulated", workload_digest=digest, state=ModelState(*sizes) if shards else None)
 
     def close(self) -> None:
         """End a paced wait; there are no children."""
@@ -134,6 +139,8 @@ class _SimulatedProbe:
             return f"the simulated machine has no placement {layout.placement!r}"
         if layout.traits.side_by_side and layout.placement:
             return "simulated devices share memory between plain processes only"
+        if layout.traits.sharded and self._machine.shards is None:
+            return "the simulated machine's model can't be sharded"
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
@@ -143,6 +150,8 @@ class _SimulatedProbe:
         crowd = len(self._busy | set(active)) > 1 if not layout.traits.together else len(active) > 1
         parts = tuple(self._own_seconds(i, crowd) if share else None for i, share in enumerate(layout.shares))
         slowest = max((part for part in parts if part is not None), default=0.0)
+        gathers = machine.shards.gather_ms / 1000 if machine.shards and layout.state else 0.0
+        slowest += gathers * max(map(layout.passes, active))
         return max(SHORTEST_STEP_SECONDS, slowest + machine.sync_seconds(active)), parts
 
     def _own_seconds(self, position: int, crowd: bool) -> float:
@@ -150,7 +159,8 @@ class _SimulatedProbe:
         share, processes = layout.shares[position], layout.processes
         if processes > 1:
             return machine.pack_seconds(position, share, processes, crowd)
-        return machine.device_seconds(position, share, crowd, layout.passes(position))
+        passes = max(map(layout.passes, layout.active)) if layout.state else layout.passes(position)  # all meet in each
+        return machine.device_seconds(position, share, crowd, min(share, passes))
 
     def _timed(self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]) -> Observation:
         noise = self._machine.step_noise(self._probe.layout.shares)
@@ -228,6 +238,10 @@ class _SimulatedProbe:
         layout = self._probe.layout
         if layout.traits.placed:
             return (None,) * len(layout.shares)
+        if layout.traits.sharded:
+            parts = layout.state or (MEASURED_PART,) * len(layout.shares)
+            pairs = enumerate(zip(layout.pass_rows, parts, strict=True))
+            return tuple(self._machine.part_bytes(i, rows, part) if rows else None for i, (rows, part) in pairs)
         return tuple(
             self._machine.memory_bytes(i, rows) * layout.processes if rows else None
             for i, rows in enumerate(layout.pass_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from evener.devices.registry import find_backend
@@ -12,6 +12,7 @@ from evener.errors import DeviceError, NoLayoutError
 from ..events import ProbeProgress
 from ..journal import Header, Record
 from ..request import allows_passes
+from ..search.observations import SHARDED
 from ..types import Belief, Failed, Finding, Observation, OutOfMemory, Timed
 from .measurements import find_taken_bytes
 from .outcome import RunEnd
@@ -34,8 +35,20 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
         remedy = Finding("remedy.device", {"text": find_backend(header.devices[0].kind).remedy})
         return make_fault(DeviceError, Finding("fault.no_device"), *failures, remedy=remedy)
     if failures:
-        return make_fault(NoLayoutError, Finding("fault.no_layout"), *failures, remedy=MEND)
+        return make_fault(NoLayoutError, Finding("fault.no_layout"), *failures, *_find_in_shards(record), remedy=MEND)
     return _explain_end(header, ran, end)
+
+
+def _find_in_shards(record: Record) -> Iterator[Finding]:
+    """Why the model can't be trained in shards either, if that was tried."""
+    tried = [one for one in record.observations if one.probe.stage in SHARDED]
+    failed = next((one for one in tried if isinstance(one, Failed)), None)
+    state, sizes = record.facts.state, record.header.job.problem.memory_bytes
+    if failed is not None:
+        yield Finding("failure.shards_failed", {"cause": failed.cause, "why": failed.detail.rstrip(".")})
+    elif tried and state is not None:
+        own = {"state_bytes": state.state_bytes, "gathered_bytes": state.gathered_bytes}
+        yield Finding("failure.shards", {**own, "memory_bytes": sum(size or 0 for size in sizes)})
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:

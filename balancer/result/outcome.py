@@ -17,6 +17,7 @@ from evener.plan.file import (
     SearchSummary,
     Share,
     Throughput,
+    in_its_schema,
     make_layout,
 )
 from evener.plan.layout import Knots
@@ -110,18 +111,20 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
         *(find_learning(header.job, chosen, search) if known else ()),
     )
     warnings = _find_warnings(record, search, end, chosen, doubts)
-    plan = Plan(
-        created=header.created,
-        workload=header.workload,
-        framework=header.framework,
-        precision=MIXED if "mixed" in knobs else request.precision,
-        xla=request.xla or "xla" in knobs,
-        layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
-        throughput=throughput,
-        evidence=tuple(_write_evidence(*one, search, write) for one in evidence),
-        search=_summarize(record, end),
-        fingerprint=_write_fingerprint(header, facts),
-        warnings=say_all(warnings),
+    plan = in_its_schema(
+        Plan(
+            created=header.created,
+            workload=header.workload,
+            framework=header.framework,
+            precision=MIXED if "mixed" in knobs else request.precision,
+            xla=request.xla or "xla" in knobs,
+            layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
+            throughput=throughput,
+            evidence=tuple(_write_evidence(*one, search, write) for one in evidence),
+            search=_summarize(record, end),
+            fingerprint=_write_fingerprint(header, facts),
+            warnings=say_all(warnings),
+        )
     )
     said = Said(verdict, warnings, tuple(name for name, _ in evidence), end.code)
     as_read = msgspec.json.decode(msgspec.json.encode(said), type=Said)  # so that a journal gives the same
@@ -265,6 +268,7 @@ def _summarize(record: Record, end: RunEnd) -> SearchSummary:
 def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_tokens: float) -> PlanLayout:
     """The layout as the plan has it: a share for each device of the request, in its order."""
     costs, tokens = layout.costs or (None,) * len(devices), layout.tokens or (0,) * len(devices)
+    states = layout.state or (0.0,) * len(devices)
     templates = tuple(
         Share(
             device.id,
@@ -276,8 +280,9 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
             cost=cost,
             tokens=wall,
             host=device.host,
+            state=state,
         )
-        for device, cost, wall in zip(devices, costs, tokens, strict=True)
+        for device, cost, wall, state in zip(devices, costs, tokens, states, strict=True)
     )
     return make_layout(
         layout.kind,

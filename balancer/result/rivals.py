@@ -11,7 +11,7 @@ import msgspec
 
 from evener.plan.file import BEST_SPLIT
 
-from ..families import EVEN, SOLO, SPLIT, Family, family_of
+from ..families import EVEN, SOLO, Family, family_of
 from ..number_format import join_shares, percent, rate, relative_error
 from ..search.layouts import Candidate, is_even
 from ..search.ranking import Standing, overlap
@@ -114,7 +114,7 @@ def list_rivals(
 
 def _fastest_split(chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]) -> list[Rival]:
     splits = [one for one in results if one.layout.traits.together and not chosen.layout.traits.together]
-    found = [compare(chosen, Candidate(SPLIT, one.layout), one.throughput) for one in splits]
+    found = [compare(chosen, Candidate(family_of(one.layout), one.layout), one.throughput) for one in splits]
     fastest = max(found, key=lambda one: (one.compared, one.throughput.value), default=None)
     raced = [one.candidate.layout for one in ranking]
     return [fastest] if fastest and fastest.candidate.layout not in raced else []
@@ -139,7 +139,8 @@ def compare(chosen: Result, rival: Candidate, figure: Interval, in_turn: Standin
 
 def find_own_family(layout: Layout) -> Family:
     """The family of a chosen layout; a split whose shares came out equal is an even one."""
-    return EVEN if is_even(layout) and layout.traits.together else family_of(layout)
+    whole = layout.traits.together and not layout.traits.sharded
+    return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def describe_rivals(chosen: Result, rivals: Sequence[Rival], devices: int) -> tuple[Finding, ...]:

@@ -90,6 +90,7 @@ def _advise(chosen: Result, labels: Sequence[str], row_tokens: float) -> Finding
         "devices": [labels[i] for i in layout.active],
         "samples": layout.global_batch,
         "shares": list_shares(layout),
+        "states": [part for part in layout.state if part],
         "ratios": [part for part in (cost_ratios(layout.costs, row_tokens) if layout.costs else parts) if part],
         "trainings": layout.processes,
         "mode": layout.placement,

@@ -34,7 +34,7 @@ from ..number_format import (
 )
 from ..objectives import find_objective
 from ..types import Finding
-from . import learning
+from . import learning, outlook
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -84,6 +84,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda share: percent(share, 0 if share >= 0.02 else 1),
     "rough": lambda share: percent(share, 0 if share >= 0.005 else 1),
     "size": size,
+    "millions": outlook.write_millions,
     "duration": duration,
     "share": lambda share: write_share(*share),
     "also": lambda knobs: "".join(f", {KNOBS.get(knob, knob)}" for knob in knobs),
@@ -327,12 +328,7 @@ SENTENCES = {
     "next.train": "to train by it{hosts:hosts}: {command:command}",
     "next.resume": "to go on: evener balance --resume {run}",
     "next.extend": "the run had ended, and nothing was measured; for more: evener balance --resume {run} --budget +5m",
-    # a dry run
-    "outlook.steps": "{workload}{framework:framework} was {start_seconds:built} on {device}: a step took"
-    " {steps:stepped}",
-    "outlook.simulated": "A simulated model was {start_seconds:built} on {device}: a step took {steps:stepped}",
-    "outlook.search": "A search should take about {seconds:duration}{simulated:simulated}{budget_seconds:within}",
-    "outlook.nothing_kept": "Nothing was kept",
+    **outlook.SENTENCES,
     # what holds a training up
     "held.all": "All ranks{missing:seen} have been {doing:doing} for {seconds:duration}{doing:perhaps}.",
     "held.silent": "{rank} has been {doing:doing} for {seconds:duration}{doing:perhaps}{others:waiting}.",
@@ -386,7 +382,7 @@ def write_verdict(parts: Iterable[Finding]) -> str:
 
 def make_fault(kind: type[FaultT], *parts: Finding, remedy: Finding) -> FaultT:
     """A fault of this kind that says the parts, then what to do; warnings among them are sentences of their own."""
-    joined = [one for one in parts if one.code.startswith(("fault.", "failure."))]
+    joined = [one for one in parts if one.code.startswith(("fault.", "failure.", "outlook."))]
     sentences = [write_verdict(joined), *(say(one) for one in parts if one not in joined)]
     return kind(" ".join(filter(None, sentences)), say(remedy), (*parts, remedy))
 

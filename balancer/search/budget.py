@@ -21,7 +21,8 @@ from .ranking import worthwhile_gain
 from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
-    "solo": 4.0, "rest": 4.0, "split": 6.0, "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
+    "solo": 4.0, "rest": 4.0, "split": 6.0, "part": 4.0, "shard": 6.0,
+    "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
 }  # fmt: skip
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
 LONGEST_PROBE_SECONDS = 60.0

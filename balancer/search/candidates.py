@@ -22,7 +22,15 @@ RETREATS = 4  # smaller batches tried after a layout ran out of memory in the ra
 class Candidates:
     """The candidates by one set of observations."""
 
-    def __init__(self, options: LayoutOptions, devices: DeviceModel, machine: MachineModel, budget: Budget) -> None:
+    def __init__(
+        self,
+        options: LayoutOptions,
+        devices: DeviceModel,
+        machine: MachineModel,
+        budget: Budget,
+        shards: Sequence[Layout] = (),
+    ) -> None:
+        self.shards = shards
         self.options, self._devices, self._machine, self._budget = options, devices, machine, budget
         self._problem, self.seen = machine.problem, machine.seen
 

@@ -66,6 +66,13 @@ def explain_exploring(probe: Probe, split_before: bool) -> str:
     return f"Measures a real step split over {len(layout.active)} devices: {first}."
 
 
+def explain_sharding(probe: Probe) -> str:
+    """The purpose of a probe of a sharded training."""
+    if probe.stage == "part":
+        return f"Measures every device alone on rows of a sharded model: {WHY_SOLO[min(probe.turn, 3)]}."
+    return f"Measures a real step of the model in shards over {len(probe.layout.active)} devices."
+
+
 def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
     """A device's curve, to be drawn."""
     device, curve = model.devices[position], model.alone[position]

@@ -25,6 +25,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
     knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
     left_out: tuple[str, ...] = ()  # requests that can't be met here, in sentences
     scaling: bool = True  # an even split over 2, 4, ... of the devices too
+    shards: bool = False  # sharded trainings also where each device holds the whole model
 
     @property
     def wanted(self) -> tuple[Family, ...]:
@@ -42,7 +43,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
         return any(family.explored for family in self.wanted)
 
 
-BALANCE = LayoutOptions(("solo", "even", "split"), scaling=False)  # what a plan needs
+BALANCE = LayoutOptions(("solo", "even", "split", "shard"), scaling=False)  # what a plan needs
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -89,7 +90,7 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
         rows[i] = int(rows[i] * RETREAT)
         if not rows[i]:
             return None
-    return layout_of(layout.shares, tuple(rows))
+    return msgspec.structs.replace(layout_of(layout.shares, tuple(rows)), kind=layout.kind, state=layout.state)
 
 
 def is_even(layout: Layout, quantum: int = 1) -> bool:
@@ -100,7 +101,9 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
 
 def same_measurement(one: Layout, other: Layout) -> bool:
     """True if two layouts have equally many passes and shares too similar for a measurement to tell them apart."""
-    if len(one.active) != len(other.active) or any(one.passes(i) != other.passes(i) for i in one.active):
+    if one.kind != other.kind or len(one.active) != len(other.active):
+        return False
+    if any(one.passes(i) != other.passes(i) for i in one.active):
         return False
     return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
 

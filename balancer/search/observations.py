@@ -20,6 +20,7 @@ from .model.memory import MemoryOfOthers, held_by_others
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
+SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
 CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
 
@@ -41,6 +42,7 @@ class Observations:
         self._others = MemoryOfOthers()
         self.gone: set[int] = set()  # devices that are no longer there
         self._held: set[int] = set()  # devices of layouts in which one was held back
+        self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
         self._devices: dict[int, DeviceEvidence] = {}
         self._refuted: dict[Place, frozenset[Layout]] = {}
         self._settled: dict[Stage, list[Observation]] = {}
@@ -59,6 +61,9 @@ class Observations:
         elif self._others.note(seen):
             self._refuted.clear()
             self._devices.clear()
+            self.explored_version += 1
+        if probe.stage in SHARDED:
+            self.sharded.append(seen)
             self.explored_version += 1
         before = self._seen.get(probe)
         if before is None:
@@ -148,7 +153,7 @@ class Observations:
         """
         timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
-        uncontended = ("rest", "split", "pack", *(("solo",) if self._problem.devices == 1 else ()))
+        uncontended = ("rest", "split", "shard", "pack", *(("solo",) if self._problem.devices == 1 else ()))
         earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
@@ -257,19 +262,19 @@ class Observations:
         Turns of the race after `until_turn` are left out.
         """
         wanted = None if stages is None else set(stages)
-        rounds: defaultdict[tuple[int, int], float] = defaultdict(float)
+        rounds: defaultdict[tuple[Stage, int, int], float] = defaultdict(float)
         costs = []
         for probe, seen in self._seen.items():
             if wanted is not None and probe.stage not in wanted:
                 continue
             cost = self._failed_seconds.get(probe, 0.0) + (0.0 if isinstance(seen, Failed) else seen.elapsed_seconds)
-            if probe.stage == "solo":
-                rounds[probe.turn, probe.layout.active[0]] += cost
+            if probe.stage in ("solo", "part"):
+                rounds[probe.stage, probe.turn, probe.layout.active[0]] += cost
             elif probe.stage != "race" or probe.turn <= until_turn:
                 costs.append(cost)
-        longest: defaultdict[int, float] = defaultdict(float)
-        for (turn, _), cost in rounds.items():
-            longest[turn] = max(longest[turn], cost)
+        longest: defaultdict[tuple[Stage, int], float] = defaultdict(float)
+        for (stage, turn, _), cost in rounds.items():
+            longest[stage, turn] = max(longest[stage, turn], cost)
         return math.fsum([*costs, *longest.values()])
 
     # ------------------------------------------------------------------ by device

@@ -33,6 +33,7 @@ class Predictions:
 
     def __init__(self, model: MachineModel) -> None:
         self.model, self._problem, self._quantum = model, model.problem, model.quantum
+        self._fewest = model.problem.devices if model.problem.all_together else 2  # devices of a split
 
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
@@ -87,8 +88,8 @@ class Predictions:
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:
-                return waterfill.split_fixed(devices, costs, batch, quantum)
-            return waterfill.split_free(devices, costs, quantum, limit)
+                return waterfill.split_fixed(devices, costs, batch, quantum, self._fewest)
+            return waterfill.split_free(devices, costs, quantum, limit, self._fewest)
 
         return split_over_hosts(devices, self.model.hosts, self.model.exchange, solve, quantum, batch)
 
@@ -165,7 +166,7 @@ class Predictions:
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
         curve, limit, batch = self.model.alone[position], self.model.bounds.walls[position], self._problem.global_batch
-        if curve is None or not limit:
+        if curve is None or not limit or self._problem.all_together:
             return None
         if batch is not None:
             device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
@@ -192,8 +193,8 @@ class Predictions:
         hosts = {self.model.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
         near = [device for device in self._reachable if self.model.hosts[device.position] in hosts]
         costs = self.model.exchange.on(len(hosts))
-        found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit) if near else None]
-        for device in self.model.split_curves:
+        found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit, self._fewest) if near else None]
+        for device in () if problem.all_together else self.model.split_curves:
             alone = self.model.alone[device.position]
             if alone:
                 single = DeviceCurve(device.position, alone, device.limit)

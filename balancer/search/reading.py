@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import msgspec
+
 from ..families import family_of
 from ..types import Layout, Problem, Result, Timed
 from .budget import Budget
@@ -15,11 +17,12 @@ from .candidates import Candidates
 from .device_model import DeviceModel
 from .layouts import Candidate, LayoutOptions, same_measurement
 from .machine_model import MachineModel
-from .observations import Observations
+from .observations import SHARDED, STAGES, Observations
 from .predictions import Predictions
 from .race import Race
 from .ranking import Standing, choose_winner, throughput
 from .rows import RowDevices
+from .sharding import Sharding
 from .text_model import TextModel
 from .texts import TextDevices
 
@@ -41,6 +44,19 @@ class Explored:
         if not self._problem.lengths:
             return RowDevices(self.predictions)
         return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step))
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
+        problem, model = self._problem, self.predictions.model
+        full = any(not one.lost and one.out_of_use(problem.multiple_of) for one in model.devices)
+        asked = any(family.traits.sharded for family in self._options.wanted)
+        if not (problem.shards and asked and problem.devices > 1 and (full or self._options.shards)):
+            return None
+        if problem.budget_seconds is not None:
+            others = self._seen.spent_seconds(set(STAGES) - set(SHARDED))
+            problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
+        return Sharding(problem, self._seen.sharded)
 
     @cached_property
     def _longest_step(self) -> float | None:
@@ -74,6 +90,11 @@ class SearchReading:
         """The predictions of the devices, and the probes that they should run next."""
         return self._explored.devices
 
+    @property
+    def sharding(self) -> Sharding | None:
+        """A sharded training; None where it isn't wanted."""
+        return self._explored.sharding
+
     @cached_property
     def budget(self) -> Budget:
         """The part of the budget that is left."""
@@ -82,7 +103,8 @@ class SearchReading:
     @cached_property
     def candidates(self) -> Candidates:
         """The layouts of the race."""
-        return Candidates(self.options, self.devices, self.model, self.budget)
+        shards = self.sharding.layouts() if self.sharding else []
+        return Candidates(self.options, self.devices, self.model, self.budget, shards)
 
     @cached_property
     def race(self) -> Race:
@@ -121,7 +143,7 @@ class SearchReading:
 
     def _ran(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one whole training."""
-        found = self.seen.timed(("solo", "rest", "split", "race"))
+        found = self.seen.timed(("solo", "rest", "split", "shard", "race"))
         trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
         return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
 

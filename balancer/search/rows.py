@@ -50,7 +50,8 @@ class RowDevices(DeviceModel):
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
-        return layout.traits.together or self._problem.global_batch is not None or not layout.in_passes
+        alone = not self._problem.all_together and (self._problem.global_batch is not None or not layout.in_passes)
+        return layout.traits.together or alone
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s by the curves; 0 if one of them is unknown."""

@@ -11,7 +11,7 @@ from evener.plan.layout import Knots
 
 from ..families import PACK, PackMode
 from ..objectives import find_objective
-from ..types import Belief, Layout, Observation, Power, Probe, Problem, Result, Timed, layout_of
+from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
 from .decisions import (
     Decision,
@@ -19,6 +19,7 @@ from .decisions import (
     explain_exploring,
     explain_nobody,
     explain_race,
+    explain_sharding,
     sketch_curve,
 )
 from .layouts import BALANCE, Candidate, LayoutOptions
@@ -54,11 +55,13 @@ class Search:
         self._reading = SearchReading(self.problem, self.options, self._seen, self._reading)
         self._decided = None
 
-    def learn_data(self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1) -> None:
+    def learn_data(
+        self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None
+    ) -> None:
         """Note the rows of the data, 0 if unknown. A free global batch leaves 20 steps, unless a largest one is given.
 
         `lengths` are an even sample of the rows' lengths, rising; with them, rows are assigned by what they cost. The
-        number of the longest row is named if no device can hold it.
+        number of the longest row is named if no device can hold it. `state` is what a sharded training divides.
         """
         problem, quantum = self.problem, self.problem.multiple_of
         if rows and problem.global_batch is None and problem.max_global_batch is None:
@@ -66,6 +69,8 @@ class Search:
             problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
         if lengths:
             problem = msgspec.structs.replace(problem, lengths=lengths, longest_row=longest_row)
+        if state is not None:
+            problem = msgspec.structs.replace(problem, shards=True, state=state)
         if problem != self.problem:
             self.problem = problem
             self._read_again()
@@ -87,7 +92,10 @@ class Search:
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
-        curves = tuple(sketch_curve(self._reading.model, i) for i in range(self.problem.devices))
+        model, sharding = self._reading.model, self._reading.sharding
+        if sharding is not None and not model.live:
+            model = sharding.devices.predictions.model
+        curves = tuple(sketch_curve(model, i) for i in range(self.problem.devices))
         return Belief(curves, self._decision.doing)
 
     # ------------------------------------------------------------------ the stages in their order
@@ -107,16 +115,19 @@ class Search:
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
-        model = self._reading.model
-        if why := (explain_nobody(model) if not model.live else self._reading.devices.why_none()):
-            return Decision((), "Nothing more can be measured.", why)
-        if self._explores(model) and (decision := self._explore(self._reading.budget)):
+        model, sharding = self._reading.model, self._reading.sharding
+        why = explain_nobody(model) if not model.live else self._reading.devices.why_none()
+        if not why and self._explores(model) and (decision := self._explore(self._reading.budget)):
             return decision
+        if sharding is not None and (probes := sharding.next_probes()):
+            return Decision(probes, explain_sharding(probes[0]))
+        if why and not self._reading.candidates.running:
+            return Decision((), "Nothing more can be measured.", why)
         if decision := self._repeat(ROUGH):
             return decision
         if probe := self._reading.race.next_probe():
             return Decision((probe,), explain_race(probe, len(self._reading.candidates.running)))
-        if self.problem.budget_seconds is not None and (decision := self._explore(self._rest)):
+        if not why and self.problem.budget_seconds is not None and (decision := self._explore(self._rest)):
             return decision
         return self._check() or self._repeat() or Decision((), "Done.", self._why_over(model))
 
@@ -163,7 +174,7 @@ class Search:
             return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
         problem = msgspec.structs.replace(self.problem, budget_seconds=None)
         endless = Budget(problem, self.options, self._seen, race_is_over=True)
-        if self._reading.race.waits_for_budget or self._explore(endless):
+        if self._reading.race.waits_for_budget or (model.live and self._explore(endless)):
             return Stop.BUDGET.value
         if self._reading.race.tied:
             return Stop.TIED.value
@@ -269,7 +280,8 @@ class Search:
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
-        return self._reading.devices.curves(layout)
+        sharding = self._reading.sharding if layout.traits.sharded else None
+        return (sharding or self._reading.devices).curves(layout)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 

@@ -47,6 +47,7 @@ from .loss import (
     weigh_passes,
 )
 from .rows import PassList, PassRows, PassSampler, make_sampler, training_rows
+from .shards import ShardMixin
 
 
 def with_plan(
@@ -81,7 +82,8 @@ def with_plan(
     options = {"plan": chosen, "ratios": ratios, "global_batch": global_batch, "strict": strict}
     made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance, "_checks": check}
     made["_takes_noise"] = noise
-    return type(f"Planned{trainer_class.__name__}", (_PlanMixin, trainer_class), made)
+    sharded = (ShardMixin,) if chosen is not None and chosen.layout.traits.sharded else ()
+    return type(f"Planned{trainer_class.__name__}", (*sharded, _PlanMixin, trainer_class), made)
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
@@ -107,7 +109,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if self._rebalances and shares.world > 1:
             check_rebalance(self, shares.share)
         self._planned = PlannedTraining(
-            shares.with_equal_passes() if needs_equal_passes(self) else shares,
+            shares.with_equal_passes() if needs_equal_passes(self) or shares.is_sharded else shares,
             "trainer",
             strict=bool(self._plan_options["strict"]),
             journal=self._keeps_journal,

@@ -46,6 +46,7 @@ __all__ = [
     "SearchSummary",
     "Share",
     "Throughput",
+    "in_its_schema",
     "load_plan",
     "make_layout",
     "parse_plan",
@@ -53,7 +54,7 @@ __all__ = [
     "to_toml",
 ]
 
-SCHEMA = 2
+SCHEMA = 3  # of plans with parts of a model's state; all others are written as 2
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
@@ -128,7 +129,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     search: SearchSummary
     fingerprint: Fingerprint
     warnings: tuple[str, ...] = ()
-    schema: int = SCHEMA
+    schema: int = SCHEMA - 1
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -184,7 +185,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
         ) from None
-    plan = _upgrade(plan)
+    plan = in_its_schema(plan)
     _check_numbers(plan, source)
     return plan
 
@@ -204,21 +205,23 @@ def to_json(plan: Plan) -> bytes:
 
 
 def _ordered(plan: Plan) -> dict[str, Any]:
-    data: dict[str, Any] = as_unicode(msgspec.to_builtins(_upgrade(plan)))
+    data: dict[str, Any] = as_unicode(msgspec.to_builtins(in_its_schema(plan)))
     for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
         for share in layout["share"]:
-            for key in ("cost", "tokens", "host", "curve", "most"):
+            for key in ("cost", "tokens", "host", "curve", "most", "state"):
                 if not share[key]:
                     del share[key]
     return {"schema": data.pop("schema"), **data}
 
 
-def _upgrade(plan: Plan) -> Plan:
-    """The plan in today's schema; a journal may hold one of schema 1."""
-    if plan.schema == SCHEMA:
+def in_its_schema(plan: Plan) -> Plan:
+    """The plan in the schema that it needs; a journal may hold one of schema 1."""
+    sharded = any(layout.traits.sharded for layout in (plan.layout, *(rival.layout for rival in plan.evidence)))
+    schema = SCHEMA if sharded else SCHEMA - 1
+    if plan.schema == schema:
         return plan
     evidence = tuple(msgspec.structs.replace(rival, layout=_upgrade_layout(rival.layout)) for rival in plan.evidence)
-    return msgspec.structs.replace(plan, schema=SCHEMA, layout=_upgrade_layout(plan.layout), evidence=evidence)
+    return msgspec.structs.replace(plan, schema=schema, layout=_upgrade_layout(plan.layout), evidence=evidence)
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ class Traits(msgspec.Struct, frozen=True):
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices, in step
+    sharded: bool = False  # each of them holds a part of the model's state
     placed: bool = False  # one training whose parts lie on several devices, as the workload says
     side_by_side: bool = False  # several trainings on one device
     devices: tuple[int, int] = (1, 1 << 30)  # that have samples: the fewest, and the most
@@ -44,6 +46,8 @@ class Traits(msgspec.Struct, frozen=True):
 KINDS: dict[Kind, Traits] = {
     "solo": Traits(alone=True, devices=(1, 1)),
     "split": Traits(together=True, devices=(2, 1 << 30)),
+    "shard": Traits(together=True, sharded=True, devices=(2, 1 << 30)),
+    "part": Traits(sharded=True, devices=(1, 1)),  # one device of a sharded training, measured by itself: no plan's
     "pack": Traits(side_by_side=True),
     "place": Traits(placed=True),
 }
@@ -70,6 +74,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
     most: int = 0  # rows of one pass that its memory holds; 0: unknown
+    state: float = 0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
 
     @property
     def on_gpu(self) -> bool:
@@ -115,6 +120,11 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """True if shares are of cost, which depends on the lengths of rows, not of rows."""
         return any(share.cost is not None for share in self.active)
 
+    @property
+    def states(self) -> tuple[float, ...]:
+        """The part of the model's state that each active device holds; empty where each has all."""
+        return tuple(share.state for share in self.active) if self.traits.sharded else ()
+
 
 def make_layout(
     kind: Kind,
@@ -154,6 +164,7 @@ def complete_layout(layout: Any) -> Any:
         for i, (share, batch) in enumerate(zip(shares, batches, strict=True))
     ]
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"
+    kind = "shard" if any(share.get("state") for share in shares) else kind
     return {"kind": kind, "global_batch": total, **layout, "share": completed}
 
 
@@ -190,6 +201,23 @@ def check_layout(layout: PlanLayout, where: str) -> None:
     (_check_ratios_of_cost if layout.by_cost else _check_ratios_of_rows)(layout, where)
     for position, share in enumerate(layout.share):
         _check_share(share, f"{where}.share[{position}]")
+    _check_states(layout, where)
+
+
+def _check_states(layout: PlanLayout, where: str) -> None:
+    states = [share.state for share in layout.share]
+    holds = [math.isfinite(state) and state > 0 for state in states]
+    if not layout.traits.sharded and any(states):
+        raise PlanError(f"{where}.kind is {layout.kind}, but its devices have a state.", "A sharded layout is a shard.")
+    if layout.traits.sharded and (holds != [bool(share.batch) for share in layout.share] or not _is_whole(states)):
+        raise PlanError(
+            f"{where}.share has the states {', '.join(map(str, states))}.",
+            "Give each device with rows its part of the model's state; they sum to 1.",
+        )
+
+
+def _is_whole(parts: Sequence[float]) -> bool:
+    return abs(sum(parts) - 1) <= RATIO_TOLERANCE
 
 
 def _check_share(share: Share, where: str) -> None:
@@ -242,5 +270,5 @@ def _check_ratios_of_cost(layout: PlanLayout, where: str) -> None:
                 f"{where}.share[{position}].ratio is {share.ratio}, but its batch is {share.batch}.",
                 "Write its part of the global batch's cost: above 0 where it has samples, else 0.",
             )
-    if abs(sum(layout.ratios) - 1) > RATIO_TOLERANCE:
+    if not _is_whole(layout.ratios):
         raise PlanError(f"{where}.share has ratios that sum to {sum(layout.ratios)}.", "Parts of the cost sum to 1.")

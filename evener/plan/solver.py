@@ -79,6 +79,11 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     if not left:
         names = ", ".join(map(describe, layout.active))
         raise PlanError(f"None of the plan's devices is left: {names}.", "Run evener doctor to see why.")
+    if layout.traits.sharded and len(left) == 1:
+        raise PlanError(
+            f"{describe(left[0])} alone is left, and the plan has it hold a part of the model.",
+            "Run evener doctor to see why.",
+        )
     part = sum(share.ratio for share in left)
     speed = plan.throughput
     rates = {name: getattr(speed, name) * part for name in ("samples_per_second", "low", "high", "tokens_per_second")}
@@ -104,9 +109,11 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
     sizes = dict(zip(left, zip(rows, pass_rows(rows, walls), strict=True), strict=True))
     batches, micros = zip(*(sizes.get(share, (0, 0)) for share in layout.share), strict=True)
     ratios = tuple(share.ratio / part if share in sizes else 0.0 for share in layout.share)
+    held = sum(share.state for share in left)
+    states = (share.state / held if held and share in sizes else 0.0 for share in layout.share)
     return make_layout(
-        "split" if len(left) > 1 else "solo",
-        layout.share,
+        layout.kind if len(left) > 1 else "solo",
+        tuple(msgspec.structs.replace(share, state=state) for share, state in zip(layout.share, states, strict=True)),
         batches,
         micros=micros,
         ratios=ratios if layout.by_cost else None,

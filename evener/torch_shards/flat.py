@@ -15,11 +15,15 @@ from ..torch_split.collectives import own_collectives
 
 
 class ShardPlace(msgspec.Struct, frozen=True):
-    """A rank among those that share a model: the part of the state that each holds, and this rank's device."""
+    """A rank among those that share a model: the part of the state that each holds, and this rank's device.
+
+    A rank that is measured `alone` gathers copies of its own shard in place of the others', and sums with nobody.
+    """
 
     rank: int
     parts: tuple[float, ...]
     device: Any
+    alone: bool = False
 
     @property
     def on_nccl(self) -> bool:
@@ -90,6 +94,8 @@ class Flat:
         with torch.no_grad():
             for slot, tensor in zip(self.slots, tensors, strict=True):
                 filled[slot.start : slot.start + slot.numel].copy_(tensor.detach().reshape(-1))
+        if self._place.alone:
+            return
         with own_collectives():
             dist.broadcast(filled, 0)
 
@@ -118,6 +124,10 @@ class Flat:
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
         """Begin to fill `whole` with the ranks' shards; returns what has to be waited for."""
+        if self._place.alone:
+            for start in range(0, len(whole), len(shard)):
+                whole[start : start + len(shard)].copy_(shard[: len(whole) - start])
+            return []
         own = whole[self.start : self.stop]
         own.copy_(shard)
         with own_collectives():
@@ -161,7 +171,9 @@ class Flat:
             elif weight != 1.0:
                 self._grads.mul_(weight)
             parts = [self._grads[a:b] for a, b in self.cuts]
-            if not self._place.on_nccl:
+            if self._place.alone:
+                self._work = [AloneSum()]
+            elif not self._place.on_nccl:
                 self._work = [dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)]
             elif self._is_even():
                 self._work = [dist.reduce_scatter_tensor(parts[self._place.rank], self._grads, async_op=True)]
@@ -219,6 +231,13 @@ class Flat:
             if is_used or slot.before or slot.piece.grad is not None:
                 slot.piece.grad = slot.view
             slot.received = slot.before = slot.fired = False
+
+
+class AloneSum:
+    """A sum of one rank."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 def _size(tensor: torch.Tensor) -> int:

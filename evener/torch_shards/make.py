@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,24 +42,29 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
     place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(training.device)
-    replaced = list(model.parameters())
-    sharded = Sharded(model, chosen, place, dtype)
-    look_after(sharded, replaced)
-    register(sharded)
-    model.exchange, model.require_backward_grad_sync = sharded, True
-    model.register_state_dict_pre_hook(_refuse)
-    model.register_load_state_dict_pre_hook(_refuse)
-    training.weights.adopt(model, sharded, training.device)
+    training.weights.adopt(model, cut_model(model, chosen, place, dtype), training.device)
     training.passes.final = (f"ranks {_MEET}", "Make a plan with smaller passes: evener balance --micro.")
     advise(
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
     )
     training.timer.has_own_work = False
     return model
+
+
+def cut_model(model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None) -> Sharded:
+    """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(place.device)
+    replaced = list(model.parameters())
+    sharded = Sharded(model, units, place, dtype)
+    look_after(sharded, replaced)
+    register(sharded)
+    model.exchange, model.require_backward_grad_sync = sharded, True
+    model.register_state_dict_pre_hook(_refuse)
+    model.register_load_state_dict_pre_hook(_refuse)
+    return sharded
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
@@ -76,8 +81,9 @@ def _check(training: PlannedTraining, model: Any) -> None:
 
 
 def _parts(training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]) -> tuple[float, ...]:
-    """The part of the state that each rank holds: as said, or what of its memory is left beside gathered units."""
-    parts = _by_memory(training, beside()) if state is None else tuple(state)
+    """The part of the state that each rank holds: as said, as planned, or as memory is left beside gathered units."""
+    planned = tuple(share.state for share in training.shares.shares)
+    parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
     check_ratios(parts)
     if len(parts) != training.world or not all(parts):
         raise RequestError(

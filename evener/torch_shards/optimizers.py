@@ -100,8 +100,21 @@ def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Ten
 
 
 def _reduce(tensor: torch.Tensor, operation: Any) -> None:
+    if not dist.is_initialized():
+        return  # a rank that is measured alone
     with own_collectives():
         dist.all_reduce(tensor, operation)
+
+
+def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
+    """Have an optimizer that has not stepped train a model's pieces in place of the parameters `replaced` by them."""
+    if optimizer.state:
+        raise RequestError(
+            f"{type(optimizer).__name__} has state before its first step, of the whole model.", "Use AdamW or SGD."
+        )
+    now = dict(zip(map(id, replaced), model.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(each), each) for each in group["params"]]
 
 
 def find(optimizer: Any) -> Sharded | None:

@@ -216,11 +216,12 @@ class Sharded:
         """Give parameters their gradients, but for those that no rank used."""
         trained = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in trained for slot in flat.slots]
-        flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
-        with own_collectives():
-            self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
-        self._spread_buffers()
-        if not all(fired):
+        if not self.place.alone:
+            flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+            with own_collectives():
+                self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
+            self._spread_buffers()
+        if not all(fired) and not self.place.alone:
             self._flags[0].wait()
             fired = flags.tolist()
         used = iter(fired)
@@ -230,7 +231,7 @@ class Sharded:
     def _spread_buffers(self) -> None:
         """Copy the first rank's buffers to every rank; the model may have other ones than before."""
         buffers = [each.detach() for each in self.root.module.buffers()]
-        if buffers:
+        if buffers and not self.place.alone:
             with own_collectives():
                 dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
 

@@ -362,7 +362,8 @@ def _find_padding(model: torch.nn.Module) -> WeakIdKeyDictionary:
     found = WeakIdKeyDictionary()
     for module in model.modules():
         row = getattr(module, "padding_idx", None)
-        if row is not None and isinstance(module, torch.nn.Embedding) and users[id(module.weight)] == 1:
+        embeds = isinstance(module, torch.nn.Embedding) and module.weight.ndim == 2  # a shard has one dimension
+        if row is not None and embeds and users[id(module.weight)] == 1:
             found[module.weight] = row
     return found
 

@@ -130,6 +130,7 @@ class PlannedTraining:
 
         As `Split.wrap`.
         """
+        self.check_whole()
         check_model(model, self.plan, self.strict)
         weigh, now = self.weights.weigh, self.shares
         passes = largest_pass(now.batches, now.micros), smallest_pass(now.batches, now.micros)
@@ -153,6 +154,14 @@ class PlannedTraining:
                 "Leave rebalance out, or the hook.",
             )
         return model
+
+    def check_whole(self) -> None:
+        """RequestError if the plan has each device hold a part of the model."""
+        if self.shares.is_sharded:
+            raise RequestError(
+                "The plan has each device hold a part of the model, which doesn't fit as a whole.",
+                "Use split.shard(model) in a loop of your own, or transformers' Trainer with with_plan.",
+            )
 
     def check(
         self, loader: Any, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None

@@ -237,6 +237,11 @@ class RankShares(msgspec.Struct, frozen=True):
         return self.micros != self.batches
 
     @property
+    def is_sharded(self) -> bool:
+        """True if the plan has each device hold a part of the model."""
+        return self.plan is not None and self.plan.layout.traits.sharded
+
+    @property
     def pass_rows(self) -> int | None:
         """Rows of the largest pass; None where every share is one pass."""
         if max(self.passes) == 1:

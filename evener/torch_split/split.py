@@ -212,6 +212,7 @@ class Split:
         Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError before the first step
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
+        self._planned.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
         passes = max(map(count_passes, self.shares, self.micros))
         self._strategy = kind(self._planned, passes, count, check, **options)
@@ -236,9 +237,9 @@ class Split:
         """The model itself, its parameters, gradients and optimizer state cut over the ranks, in place of `wrap`.
 
         A unit's parameters are gathered before it computes and freed after: blocks of ModuleLists, or the classes or
-        modules in `units`. `state` is the part that each rank holds, by default what its GPU has room for. With
-        `dtype`, such as torch.bfloat16, the model computes in it, and shards keep their type. Make the optimizer after
-        it. RequestError for what can't be sharded.
+        modules in `units`. `state` is the part that each rank holds, by default the plan's, or what its GPU has room
+        for. With `dtype`, such as torch.bfloat16, the model computes in it, and shards keep their type. Make the
+        optimizer after it. RequestError for what can't be sharded.
         """
         made = import_module("evener.torch_shards.make")  # which builds on this package
         return cast(Model, made.shard(self._planned, model, units, state, dtype))

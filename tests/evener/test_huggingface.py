@@ -90,7 +90,7 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
         for mine, its in zip(rank["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=atol)
         assert rank["losses"][-1] == pytest.approx(expected["losses"][-1], abs=atol + 2e-6)
-        if name != "resumed":  # the trainer itself logs the mean since it was resumed
+        if "resumed" not in name:  # the trainer itself logs the mean since it was resumed
             assert rank["losses"] == pytest.approx(expected["losses"], abs=atol + 2e-6)
             assert rank["mean loss"] == pytest.approx(expected["mean loss"], abs=atol + 2e-6)
             assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)  # its rate has three digits

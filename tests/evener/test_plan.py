@@ -31,11 +31,13 @@ from evener.plan.file import (
     SearchSummary,
     Share,
     Throughput,
+    in_its_schema,
     make_layout,
     parse_plan,
     to_json,
     to_toml,
 )
+from evener.plan.solver import leave_out
 from evener.shares.curves import Cost
 from evener.system.files import write_atomically
 from tests.support.launched_plan import make_plan
@@ -62,6 +64,11 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
     kind: Kind = "solo" if sum(map(bool, batches)) == 1 else draw(st.sampled_from(["split", "place"]))
     micros = tuple(draw(st.integers(min(batch, 1), batch)) for batch in batches) if draw(st.booleans()) else None
     engine = draw(st.sampled_from(["", "towers", "ddp"]))
+    if kind == "split" and draw(st.booleans()):
+        held = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
+        parts = (each / sum(held) for each in held)
+        kind = "shard"
+        shares = tuple(msgspec.structs.replace(share, state=part) for share, part in zip(shares, parts, strict=True))
     if draw(st.booleans()):
         shares = tuple(msgspec.structs.replace(share, curve=draw(CURVES), most=draw(COUNT)) for share in shares)
         return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
@@ -105,7 +112,7 @@ PLANS = st.builds(
         workload_digest=TEXT,
     ),
     warnings=st.lists(TEXT, max_size=3).map(tuple),
-).map(_of_one_request)
+).map(lambda plan: in_its_schema(_of_one_request(plan)))
 
 
 def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:
@@ -151,6 +158,55 @@ def test_a_damaged_plan_is_read_or_is_one_sentence(data: st.DataObject) -> None:
         return
     assert parse_plan(to_toml(plan)) == plan
     assert parse_plan(to_json(plan)) == plan
+
+
+SHARDED = b"""
+[[layout.share]]
+device = "cpu-0-of-2"
+batch = 6
+state = 0.25
+
+[[layout.share]]
+device = "cpu-1-of-2"
+batch = 2
+state = 0.75
+"""
+
+
+def test_parts_of_state_make_a_sharded_plan_of_schema_3() -> None:
+    plan = parse_plan(SHARDED)
+    assert (plan.layout.kind, plan.layout.states, plan.schema) == ("shard", (0.25, 0.75), 3)
+    for form in (to_toml, to_json):
+        assert parse_plan(form(plan)) == plan
+        assert b"state" not in form(example())
+    assert to_toml(plan).startswith(b"schema = 3\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        (b"0.75", b"0.7", "layout.share has the states 0.25, 0.7"),
+        (b"0.75", b"nan", "layout.share has the states 0.25, nan"),
+        (b"state = 0.75", b"", "layout.share has the states 0.25, 0.0"),
+        (b"batch = 2", b"batch = 0", "layout.kind is shard"),
+        (b"\n[[", b'\n[layout]\nkind = "split"\n[[', "layout.kind is split"),
+    ],
+)
+def test_parts_of_state_that_are_no_whole_are_named(before: bytes, after: bytes, named: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_plan(SHARDED.replace(before, after, 1))
+    assert named in caught.value.message
+    assert caught.value.remedy
+
+
+def test_a_sharded_plan_without_a_device_shares_its_state_out_unless_one_is_left() -> None:
+    third = b'\n[[layout.share]]\ndevice = "cpu-2-of-3"\nbatch = 2\nstate = 0.5\n'
+    plan = parse_plan(SHARDED.replace(b"0.75", b"0.25") + third)
+    left = leave_out(plan, [("", "cpu-0-of-2")])
+    assert left.layout.states == pytest.approx((1 / 3, 2 / 3))
+    assert parse_plan(to_toml(left)) == left
+    with pytest.raises(PlanError, match="alone is left"):
+        leave_out(plan, [("", "cpu-0-of-2"), ("", "cpu-1-of-2")])
 
 
 def in_passes(*micros: int) -> PlanLayout:
@@ -337,14 +393,14 @@ def test_a_missing_key_is_named() -> None:
 
 
 def documented() -> list[str]:
-    """The plans of docs/plan.md: the shortest, and the one with what a training reads."""
+    """The plans of docs/plan.md: the shortest, the one with what a training reads, and one in shards."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
     return [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "[[layout.share]]" in text]
 
 
 def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> None:
     """The rest follows, or isn't known; it is written out whole, and comes back."""
-    text, _ = documented()
+    text, *_ = documented()
     plan = parse_plan(text.encode())
     assert (plan.layout.kind, plan.layout.global_batch, plan.batches) == ("split", 8, (6, 2))
     assert plan.ratios == (0.75, 0.25)
@@ -356,7 +412,8 @@ def test_a_plan_by_hand_needs_its_devices_and_batches_only(tmp_path: Path) -> No
 
 
 def test_the_plan_of_the_page_is_one_and_the_page_has_every_key() -> None:
-    _, text = documented()
+    _, text, sharded = documented()
+    assert parse_plan(sharded.encode()).layout.states == (0.79, 0.21)
     assert parse_plan(text.encode()).micros() == (410, 568)
     page = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text()
     keys = {

@@ -24,8 +24,10 @@ from evener.huggingface import with_plan
 from evener.plan.file import Plan, Share, make_layout
 from evener.shares.curves import Cost
 from evener.torch_rows.sampler import RowOrder, UnevenBatchSampler
+from evener.torch_shards.sharded import Sharded
 from tests.support import launched_plan
 from tests.support.scripted_shares import rotate_shares
+from tests.support.torch_shard_programs import whole
 
 GLOBAL_BATCH = 8
 WORDS = 64
@@ -41,6 +43,7 @@ class Program(msgspec.Struct, frozen=True):
     resume_after: int = 0  # steps: stop there, and go on from the checkpoint
     three_ranks: bool = False  # also in passes by three
     sharded: bool = False
+    by_memory: bool = False  # a plan in shards
     by_cost: bool = False
     rebalance: bool = False
 
@@ -69,6 +72,10 @@ PROGRAMS = {
     "rows by cost": Program("own loss", 41, ADAM, by_cost=True),
     "tokens, rebalanced": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, rebalance=True),
     "rows, rebalanced": Program("plain", 45, ADAM, three_ranks=True, rebalance=True),
+    "tokens, in shards": Program(
+        rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, three_ranks=True, by_memory=True
+    ),
+    "resumed in other shards": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True, by_memory=True),
     "tokens, FSDP2": Program(rows=45, arguments=ADAM, sharded=True),
 }
 
@@ -177,6 +184,16 @@ def plan_by_cost(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
 
 
+def plan_by_memory(plan: Plan) -> Plan:
+    """Its rows, on devices that hold more of the model the fewer rows they have."""
+    held = [1 / share.batch for share in plan.layout.share]
+    shares = tuple(
+        msgspec.structs.replace(share, state=each / sum(held))
+        for share, each in zip(plan.layout.share, held, strict=True)
+    )
+    return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, kind="shard", share=shares))
+
+
 def tiny_llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
     """One layer; the same weights each time."""
     torch.manual_seed(0)
@@ -253,7 +270,9 @@ def _of_this_version(options: dict[str, Any]) -> dict[str, Any]:
 
 def describe(trainer: Any, output: Any) -> dict[str, Any]:
     """What a training ended with."""
-    weights = [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
+    sharded = isinstance(getattr(trainer.model, "exchange", None), Sharded)
+    named = whole(trainer.model) if sharded else trainer.model.state_dict()
+    weights = [named[name].detach().clone() for name, _ in trainer.model.named_parameters()]
     return {
         "weights": [(each.full_tensor() if hasattr(each, "full_tensor") else each).cpu() for each in weights],
         "losses": [round(entry["loss"], 6) for entry in trainer.state.log_history if "loss" in entry],
@@ -280,6 +299,8 @@ def choose_class(program: Program) -> Any:
 
 def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[str, Any]:
     """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a checkpoint is there."""
+    if program.by_memory:
+        plan, resumed_by = plan_by_memory(plan), plan_by_memory(resumed_by)
     chosen, path = plan_by_cost(plan) if program.by_cost else plan, str(folder)
     kind = with_plan(choose_class(program), chosen, rebalance=program.rebalance)
     checkpoint = folder / f"checkpoint-{program.resume_after}"

@@ -127,13 +127,14 @@ class ShardCase(msgspec.Struct, frozen=True):
     validate: bool = False
     by_loss: bool = False
     units: str = ""
+    planned: bool = False  # the plan has the parts of state
 
 
 CASES = {
     "adamw, clipped": ShardCase(clip=0.1, groups=True, validate=True),
     "momentum, clipped by the largest": ShardCase("momentum", clip=0.01),
     "accumulated, tied": ShardCase("momentum", accumulate=3, tied=True, mapping=True),
-    "passes, clipped": ShardCase(micros=(2, 1, 1, 1), clip=0.1),
+    "passes, clipped, by a plan's state": ShardCase(micros=(2, 1, 1, 1), clip=0.1, planned=True),
     "passes, counted, accumulated": ShardCase("momentum", micros=(3, 2, 1, 1), accumulate=2),
     "frozen": ShardCase(frozen=("words", "blocks.0", "blocks.1.up"), clip=0.1),
     "adapters": ShardCase(frozen=("words", "blocks", "head"), adapters=True),
@@ -229,8 +230,14 @@ def batches(global_batch: int) -> Iterator[list[int]]:
 
 def make_split(case: ShardCase, shares: Sequence[int]) -> Split:
     plan = example_plan(tuple(shares))
-    if case.micros:
-        layout = make_layout("split", plan.layout.share, tuple(shares), micros=case.micros[: len(shares)])
+    if case.micros or case.planned:
+        held = PARTS[len(shares)] if case.planned else (0.0,) * len(shares)
+        devices = tuple(
+            msgspec.structs.replace(share, state=part / (sum(held) or 1))
+            for share, part in zip(plan.layout.share, held, strict=True)
+        )
+        kind = "shard" if case.planned else "split"
+        layout = make_layout(kind, devices, tuple(shares), micros=case.micros[: len(shares)])
         plan = msgspec.structs.replace(plan, layout=layout)
     return Split(plan, weigh="loss" if case.by_loss else "gradients")
 
@@ -241,7 +248,7 @@ def start(case: ShardCase, world: int) -> tuple[Split, Any]:
     model = make_model(case)
     if case.units == "size":
         model.blocks = torch.nn.Sequential(*model.blocks)
-    return split, split.shard(model, units=units, state=PARTS[world])
+    return split, split.shard(model, units=units, state=None if case.planned else PARTS[world])
 
 
 def train(case: ShardCase, world: int) -> dict[str, Any]:

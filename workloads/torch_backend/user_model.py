@@ -161,7 +161,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     from evener.huggingface.rows import find_lengths, training_rows
 
     optimizer = trainer.create_optimizer()
-    parameters, most = list(trainer.model.parameters()), trainer.args.max_grad_norm
+    most = trainer.args.max_grad_norm
 
     losses: list[Any] = []  # of the pass before, if there is one
 
@@ -175,7 +175,7 @@ def _from_trainer(trainer: Any) -> Recipe:
         """Wait and clip, as the trainer does between the last backward pass and the optimizer's step."""
         check_loss()
         if most:
-            torch.nn.utils.clip_grad_norm_(parameters, most)
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), most)
 
     optimizer.register_step_pre_hook(finish)
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
-from evener.shares.whole_rows import gradient_weight
+from evener.shares.whole_rows import count_passes, gradient_weight
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
@@ -35,6 +35,7 @@ from evener.training.dealing import Dealer
 from ..memory import GpuMemory, MemoryMeter
 from ..protocol import Place
 from .batches import Batches, Data, PoolData, SampleBatch, as_pair
+from .shards import RecipeShards
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
@@ -72,7 +73,12 @@ class TorchWorkload:
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
-        self.recipe.module.train().to(self.device)
+        module = self.recipe.module.train()
+        self._known = {"parameters": sum(map(torch.numel, module.parameters())), "digest": model_digest(module)}
+        self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
+        if self._shards is None:
+            module.to(self.device)
+        self._equal_passes = 0  # of each rank; 0: of each its own
         self._sample_batch = sample_batch
         self._batches: Batches | None = None
         self._loss: Any = None
@@ -92,7 +98,9 @@ class TorchWorkload:
         self._micro = own_share(self.place, micro or shares)
         if micro:
             check_normalization(self.recipe.module, "gradients", self.place.world, max(micro))
-        on_host = self._micro < own_share(self.place, shares)
+        if self._shards is not None:
+            self._equal_passes = max(map(count_passes, shares, micro or shares))
+        on_host = self._micro < own_share(self.place, shares) or self._equal_passes > 1
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
     def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
@@ -133,7 +141,7 @@ class TorchWorkload:
             self._scaled_loss(*batch).backward()
         else:
             rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
-            parts = make_parts(batch, rows, self._micro, lambda loss: loss)
+            parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
             passes = len(parts)
             for part in self._passes.take(parts, [self._model], ()):  # as in a training, which survives
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
@@ -206,8 +214,8 @@ class TorchWorkload:
         known = {
             "torch": torch.__version__,
             "engine": "ddp" if self._group else "solo",
-            "parameters": sum(parameter.numel() for parameter in self.recipe.module.parameters()),
-            "digest": model_digest(self.recipe.module),
+            **self._known,
+            "state": self._shards.describe() if self._shards is not None else None,
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
             "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
             **cuda,
@@ -227,8 +235,11 @@ class TorchWorkload:
 
     def _begin(self, sizes: Sequence[int]) -> None:
         model = self._model
-        if isinstance(model, Exchanged) and model.exchange is not None:
-            model.exchange.weigh(gradient_weight(sizes, self._members.index(self.place.rank)))
+        exchange: Any = model.exchange if isinstance(model, Exchanged) else None
+        if self._shards is not None:
+            exchange = self._shards.sharded
+        if exchange is not None and self._members:
+            exchange.weigh(gradient_weight(sizes, self._members.index(self.place.rank)))
 
     def _objective(self, inputs: Any, targets: Any) -> Any:
         outputs = call(self._model, inputs)
@@ -236,13 +247,18 @@ class TorchWorkload:
 
     def _autocast(self) -> AbstractContextManager[None]:
         half = _HALVES.get(self.place.precision)
-        context: AbstractContextManager[None] = torch.autocast(self.device.type, half) if half else nullcontext()
+        kept = self._shards is None  # its cache would keep every unit
+        context: AbstractContextManager[None] = (
+            torch.autocast(self.device.type, half, cache_enabled=kept) if half else nullcontext()
+        )
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
         """Step with the ranks that have a share; another set of ranks is another group."""
         members = tuple(rank for rank, share in enumerate(shares) if share)
-        if members != self._members:
+        if self._shards is not None:
+            self._members = members
+        elif members != self._members:
             group = dist.new_group(list(members))
             self._members, self._model = members, self.recipe.module
             if self.place.rank in members:

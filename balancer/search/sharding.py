@@ -1,0 +1,196 @@
+"""Sharded trainings: which parts of the model's state devices hold by their memory, and which rows they compute.
+
+Each device is measured alone first, on rows of a model whose units it gathers from a small part of it: that shows its
+time, and the memory that isn't state. State then fills what rows by speed leave, and stays; rows are searched as ever,
+within the memory that is left. Whole steps show what gathering costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+
+from evener.plan.layout import Knots
+
+from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
+from .budget import Budget
+from .layouts import BALANCE
+from .machine_model import MachineModel
+from .model.evidence import DeviceEvidence
+from .observations import Observations
+from .predictions import Predictions
+from .rows import RowDevices
+
+MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone
+HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers
+MORE_HEADROOM = 0.05  # for each sharded step that ran out of memory
+LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory
+POINTS = 2  # of each device: parts of state don't move once a step was measured with them
+DIGITS = 4  # of a part
+ROUNDING = 1e-9
+
+
+class Need(msgspec.Struct, frozen=True):
+    """A device's bytes beside its part of the state, for no rows and for each further row of a pass, and its speed."""
+
+    base_bytes: float
+    row_bytes: float
+    rate: float  # rows per second
+
+
+class Sharding:
+    """A sharded training by what was `seen` of parts and of whole steps; the problem's budget is what they have."""
+
+    def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
+        self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
+        self._seen = seen
+
+    def next_probes(self) -> tuple[Probe, ...]:
+        """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
+        if not self.fits:
+            return ()
+        budget = Budget(self.devices.predictions.model.problem, BALANCE, self._replicas)
+        probes = self.devices.next_probes(budget, True)
+        whole = any(probe.layout.traits.together for probe in probes)
+        return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
+
+    def layouts(self) -> list[Layout]:
+        """Whole steps that are worth a race."""
+        if not self.fits or not self.parts:
+            return []
+        return [self._shard(one) for one in self.devices.best_splits() if one.traits.together]
+
+    def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+        """Each device's curve, and the rows of a pass that surely fit."""
+        return self.devices.curves(as_rows(layout))
+
+    # ------------------------------------------------------------------ parts of the state
+
+    @property
+    def fits(self) -> bool:
+        """False if the devices together don't hold the state beside a row each."""
+        return self.parts is not None
+
+    @cached_property
+    def parts(self) -> tuple[float, ...] | None:
+        """The part of the state that each device holds; empty while unknown, None if it doesn't fit."""
+        problem, needs = self._problem, self._needs
+        known = [need for need in needs if need is not None]
+        if problem.state is None or len(known) < problem.devices:
+            return ()
+        limits = [limit for limit in problem.memory_bytes if limit is not None]
+        if len(limits) < problem.devices:
+            return (1 / problem.devices,) * problem.devices
+        full = sum(isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen)
+        free = (1 - HEADROOM - MORE_HEADROOM * times for times in range(full, -1, -1))
+        found = (share_state([part * limit for limit in limits], known, problem) for part in free)
+        return next((parts for parts in found if parts), None)
+
+    @cached_property
+    def _needs(self) -> list[Need | None]:
+        """The need of each device by its first two measurements alone; None before any."""
+        alone = [one for one in self._seen if isinstance(one, Timed) and not one.probe.layout.traits.together]
+        first = Observations(self._problem)
+        for position in range(self._problem.devices):
+            own = sorted((one for one in alone if one.probe.layout.shares[position]), key=lambda one: one.probe.turn)
+            for one in own[:POINTS]:
+                first.add(self._as_rows(one))
+        return [self._need(first.device(position)) for position in range(self._problem.devices)]
+
+    def _need(self, device: DeviceEvidence) -> Need | None:
+        state, memory = self._problem.state, device.memory
+        if not device.alone or state is None:
+            return None
+        rate = max(point.batch / point.seconds for point in device.alone)
+        if not memory.points:
+            return Need(state.gathered_bytes, 0.0, rate)
+        batch, used = memory.points[-1]
+        base = min(used, state.gathered_bytes) if memory.line is None else memory.line[0]
+        return Need(base, max(0.0, used - base) / batch, rate)
+
+    # ------------------------------------------------------------------ rows, as in a training of whole models
+
+    @cached_property
+    def devices(self) -> RowDevices:
+        """The devices as if each held the model in what its part of the state leaves."""
+        problem = self._reduced_problem
+        budget = Budget(problem, BALANCE, self._replicas)
+        longest = budget.longest_step() if budget.limits_steps else None
+        return RowDevices(Predictions(MachineModel(problem, self._replicas, longest)))
+
+    @cached_property
+    def _reduced_problem(self) -> Problem:
+        state, parts = self._problem.state, self.parts
+        if state is None or not parts:
+            return self._problem
+        limits = (
+            size if size is None else max(1, size - round(part * state.state_bytes))
+            for size, part in zip(self._problem.memory_bytes, parts, strict=True)
+        )
+        return msgspec.structs.replace(self._problem, memory_bytes=tuple(limits))
+
+    @cached_property
+    def _replicas(self) -> Observations:
+        known = Observations(self._reduced_problem)
+        for one in self._seen:
+            if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
+                known.add(self._as_rows(one))
+        return known
+
+    def _as_rows(self, one: Observation) -> Observation:
+        """An observation without the state that the devices held."""
+        layout, stage = one.probe.layout, "split" if one.probe.layout.traits.together else "solo"
+        probe = msgspec.structs.replace(one.probe, layout=as_rows(layout), stage=stage)
+        changes: dict[str, object] = {"probe": probe}
+        if isinstance(one, Timed):
+            held = layout.state or (MEASURED_PART,) * len(layout.shares)
+            state = self._problem.state.state_bytes if self._problem.state else 0
+            changes["memory_bytes"] = tuple(
+                used if used is None else max(0, used - round(part * state))
+                for used, part in zip(one.memory_bytes, held, strict=True)
+            )
+        return msgspec.structs.replace(one, **changes)
+
+    def _as_sharded(self, probe: Probe) -> Probe:
+        stage = "shard" if probe.layout.traits.together else "part"
+        return msgspec.structs.replace(probe, layout=self._shard(probe.layout), stage=stage)
+
+    def _shard(self, layout: Layout) -> Layout:
+        together = layout.traits.together
+        return msgspec.structs.replace(
+            layout, kind="shard" if together else "part", state=(self.parts or ()) if together else ()
+        )
+
+
+def as_rows(layout: Layout) -> Layout:
+    """The layout with the same rows of a model that each device holds."""
+    return layout_of(layout.shares, layout.micro)
+
+
+def share_state(limits: Sequence[float], needs: Sequence[Need], problem: Problem) -> tuple[float, ...] | None:
+    """The parts of the state that fill what rows by speed leave of each limit; None if it doesn't fit.
+
+    Rows are those of the fixed batch, or of the largest that fits in one pass; fewer where only several passes do.
+    """
+    assert problem.state is not None
+    state, speed = problem.state.state_bytes, sum(need.rate for need in needs)
+    free = [limit - need.base_bytes for limit, need in zip(limits, needs, strict=True)]
+    each = [need.row_bytes * need.rate / speed for need in needs]  # of a row of the global batch, by speed
+    fitting = [(sum(free) - state) / sum(each) if sum(each) else math.inf]
+    kept = state / len(limits) * LEAST_PART
+    fitting += [(left - min(kept, left / 2)) / size for left, size in zip(free, each, strict=True) if size]
+    asked = problem.global_batch or problem.max_global_batch or math.inf
+    batch = min(*fitting, asked)
+    rows = [max(problem.multiple_of, batch * need.rate / speed) if batch < math.inf else 0.0 for need in needs]
+    whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
+    left = [
+        min(size - need.row_bytes * count, limit * whole)
+        for size, need, count, limit in zip(free, needs, rows, limits, strict=True)
+    ]
+    if min(left) <= 0 or sum(left) < state * (1 - ROUNDING):
+        return None
+    parts = [round(size / sum(left), DIGITS) for size in left]
+    return (*parts[:-1], round(1 - sum(parts[:-1]), DIGITS))

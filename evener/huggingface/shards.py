@@ -1,0 +1,97 @@
+"""A Trainer whose plan has each device hold a part of the model: how it is cut, and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import AutocastKwargs
+from transformers import Trainer
+
+from ..errors import RequestError
+from ..torch_shards import checkpoint
+from ..torch_shards.make import shard
+from ..torch_split.planned import PlannedTraining
+from ..torch_split.wrapped import watch
+
+SCHEDULER = "scheduler.pt"  # as transformers calls them
+ARGUMENTS = "training_args.bin"
+
+
+class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
+    """Placed before a Trainer class under a plan in shards; checkpoints are `Split.save`'s."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    state: Any
+    _planned: PlannedTraining
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave the model on the host: its shards are made from there."""
+
+    def begin_plan(self) -> None:
+        """Train by the plan from now on, each device with its part of the model."""
+        _check(self)
+        super().begin_plan()
+        shard(self._planned, self.model, None, None, None)
+        watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, *_, **__: prepare(
+            model, device_placement=False, evaluation_mode=True
+        )
+        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)  # it would keep every unit
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model, a unit at a time; every process calls it. With the optimizer in a checkpoint."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        whole = _internal_call and not self.args.save_only_model
+        checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
+        if self.args.should_save:
+            self.model.config.save_pretrained(folder)
+            if self.model.can_generate():
+                self.model.generation_config.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, Path(folder) / ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str | os.PathLike[str], model: Any = None) -> None:
+        checkpoint.load(resume_from_checkpoint, self.model)
+
+    def _load_optimizer_and_scheduler(self, folder: str | os.PathLike[str] | None) -> None:
+        if folder is not None:
+            checkpoint.load(folder, self.model, _own_optimizer(self))
+            self.lr_scheduler.load_state_dict(torch.load(Path(folder) / SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        checkpoint.load(self.state.best_model_checkpoint, self.model)
+
+
+def _own_optimizer(trainer: Any) -> Any:
+    """The trainer's optimizer itself, which accelerate has wrapped."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def _check(trainer: Any) -> None:
+    """RequestError for what a Trainer can't do in shards."""
+    refused = {
+        "an optimizer that was made before": trainer.optimizer is not None,
+        "PEFT's adapters, which it saves by names of its own": hasattr(trainer.model, "peft_config"),
+        "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        "torch.compile": trainer.args.torch_compile,
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise RequestError(
+                f"The plan has each device hold a part of the model, and the Trainer has {what}.",
+                "Leave that out, or call split.shard in a loop of your own.",
+            )

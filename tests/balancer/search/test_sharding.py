@@ -1,0 +1,147 @@
+"""A model that no device holds is planned in shards: state by memory, rows by speed; and what doesn't fit is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.balancer.search.sharding import Need, share_state
+from evener.balancer.types import ModelState, Problem
+from evener.devices.simulated import load_machine
+from evener.plan.file import load_plan
+from evener.tui.cli.main import run
+
+MACHINE = Path(__file__).parents[3] / "docs" / "howto" / "shards.toml"
+GIB = 1 << 30
+NEEDS = st.builds(Need, st.floats(0, GIB), st.floats(0, GIB / 8), st.floats(0.1, 1000))
+
+
+@given(st.lists(st.tuples(st.floats(1, 100), NEEDS), min_size=2, max_size=5), st.floats(0.1, 200), st.floats(0, 50))
+def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
+    devices: list[tuple[float, Need]], state: float, step: float
+) -> None:
+    """Filled by the memory that rows leave: with a row each, no part is too large."""
+    limits, needs = [size * GIB for size, _ in devices], [need for _, need in devices]
+    problem = Problem(
+        len(limits), tuple(map(int, limits)), state=ModelState(int(state * GIB), GIB, int(step * GIB)), shards=True
+    )
+    parts = share_state(limits, needs, problem)
+    left = sum(max(0.0, limit - need.base_bytes) for limit, need in zip(limits, needs, strict=True))
+    if parts is None:
+        return
+    assert sum(parts) == pytest.approx(1.0)
+    assert state * GIB <= left
+    for part, limit, need in zip(parts, limits, needs, strict=True):
+        held = (part - 1e-3) * state * GIB  # parts are rounded
+        assert held + need.base_bytes + need.row_bytes <= limit
+        assert held + (part - 1e-3) * step * GIB <= limit * (1 + 1e-9)
+
+
+def test_more_memory_never_makes_it_not_fit() -> None:
+    needs = [Need(GIB, GIB / 16, rate) for rate in (10.0, 5.0)]
+    state = ModelState(20 * GIB, GIB)
+    fits = [
+        share_state([size * GIB, 8 * GIB], needs, Problem(2, (0, 0), state=state)) is not None for size in range(8, 33)
+    ]
+    assert fits == sorted(fits)
+    assert {False, True} == set(fits)
+
+
+def balance(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = run(["balance", *words])
+    seen = capsys.readouterr()
+    return code, seen.out or seen.err
+
+
+def test_a_model_that_no_device_holds_gets_a_plan_in_shards(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--export", "plan.toml", "--json")
+    assert code == 0, said
+    plan, machine = load_plan("plan.toml"), load_machine(MACHINE)
+    assert (plan.layout.kind, plan.schema) == ("shard", 3)
+    large, small = plan.layout.share
+    assert large.batch > 1.5 * small.batch, "rows by speed"
+    assert large.state > 2 * small.state, "state by memory"
+    for position, share in enumerate(plan.layout.share):
+        used = machine.part_bytes(position, share.micro, share.state)
+        assert used <= machine.usable_memory_bytes(position)
+        assert machine.memory_bytes(position, 1) > machine.usable_memory_bytes(position), "no device holds it all"
+    assert "Shard the model" in json.loads(said)["verdict"]
+    assert large.curve
+
+
+def test_a_fixed_batch_is_taken_in_passes_where_shards_leave_too_little(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--global-batch", "300", "--export", "plan.toml")
+    assert code == 0, said
+    layout = load_plan("plan.toml").layout
+    assert layout.global_batch == 300
+    assert any(share.micro < share.batch for share in layout.share)
+
+
+def smaller(state: str, tmp_path: Path) -> Path:
+    path = tmp_path / "machine.toml"
+    path.write_text(MACHINE.read_text().replace("state_mib = 24400", f"state_mib = {state}").replace("25100", state))
+    return path
+
+
+def test_where_one_device_holds_the_model_it_is_compared_with_shards(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """24 GB hold 12, 8 GB don't: one device alone, or both in shards."""
+    code, said = balance(capsys, "-d", f"sim:{smaller('12000', own_folder)}", "--json")
+    assert code == 0, said
+    names = [one["name"] for one in json.loads(said)["evidence"]]
+    assert "Shard the model" in json.loads(said)["verdict"]
+    assert any("single" in name or "solo" in name for name in names)
+
+
+def test_where_each_device_holds_it_nobody_asks_for_shards(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = smaller("4000", own_folder)
+    assert balance(capsys, "-d", f"sim:{path}", "--export", "plan.toml")[0] == 0
+    assert load_plan("plan.toml").layout.kind == "split"
+    assert run(["compare", "-d", f"sim:{path}", "--layouts", "split,shard", "--json"]) == 0
+    names = [one["name"] for one in json.loads(capsys.readouterr().out)["layouts"]]
+    assert "shards of the model" in names, "unless they are asked for"
+
+
+def test_what_does_not_fit_in_shards_either_is_said(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = balance(capsys, "-d", f"sim:{smaller('40000', own_folder)}")
+    assert code == 1
+    assert "in shards" in said
+
+
+def test_a_dry_run_says_how_large_a_model_could_be(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = smaller("4000", own_folder)
+    code, said = balance(capsys, "-d", f"sim:{path}", "--dry-run")
+    assert code == 0
+    assert "at most 537 million parameters where each device holds the model, and 2.1 billion in shards" in said
+    code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--dry-run")
+    assert code == 1
+    assert "Not even one sample fits on SIM:0. AdamW in float32 trains at most" in said
+
+
+def test_a_machine_whose_devices_need_less_than_the_state_is_refused(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = own_folder / "wrong.toml"
+    path.write_text(MACHINE.read_text().replace("25100", "100"))
+    code, said = balance(capsys, "-d", f"sim:{path}")
+    assert code == 2
+    assert "needs less memory for a sample than `shards.state_mib`, 24400" in said
+
+
+def test_a_plan_in_shards_comes_again_from_its_journal(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert balance(capsys, "-d", f"sim:{MACHINE}", "--export", "plan.toml")[0] == 0
+    first = load_plan("plan.toml")
+    assert run(["export", "last", "-o", "again.toml"]) == 0
+    assert msgspec.structs.replace(load_plan("again.toml"), created="") == msgspec.structs.replace(first, created="")

@@ -1,0 +1,57 @@
+"""A recipe's model in shards, as `Split.shard` trains it: a rank of a group, or one that is measured by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from evener.torch_shards.flat import ShardPlace
+from evener.torch_shards.ledger import count_gathered
+from evener.torch_shards.make import cut_model
+from evener.torch_shards.optimizers import move
+from evener.torch_shards.units import choose_units
+from evener.torch_split.wrapped import watch
+
+from ..protocol import Place
+
+
+class RecipeShards:
+    """The shards of a recipe's module on this rank's device; its optimizer trains them from now on."""
+
+    def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
+        module, parts, alone = recipe.module, place.state, place.world == 1
+        units, replaced = choose_units(module, None), list(module.parameters())
+        self._gathered = count_gathered(module, units, None)
+        parts = (*parts, 1 - parts[0]) if alone else parts
+        self.sharded = cut_model(module, units, ShardPlace(place.rank, parts, device, alone))
+        move(recipe.optimizer, replaced, module)
+        self._state, self._step = self._measure(recipe.optimizer, device)
+        watch(module, device, lambda *_: None)
+
+    def describe(self) -> str:
+        """The bytes of the model's state, of gathered units, and of a step of the optimizer."""
+        return f"{self._state} {self._gathered} {self._step}"
+
+    def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
+        """Bytes of the whole state, and of what a step takes for a moment, by a first step without gradients."""
+        for each in self.sharded.parameters:
+            each.grad = torch.zeros_like(each)
+        before = _count_from_here(device)
+        optimizer.step()
+        held = self.sharded.held.now["state"]
+        taken = max(0, torch.cuda.max_memory_allocated(device) - before - held) if device.type == "cuda" else 0
+        optimizer.zero_grad(set_to_none=True)
+        units = (self.sharded.root, *self.sharded.units)
+        flats = [(flat, flat.shard.element_size()) for unit in units for flat in unit.flats]
+        whole = sum(flat.elements * size for flat, size in flats)
+        trained = sum(flat.elements * size for flat, size in flats if flat.trainable)
+        own = sum(flat.shard.numel() * size for flat, size in flats if flat.trainable)
+        return round(whole + trained + held * trained / max(1, own)), round(taken * trained / max(1, own))
+
+
+def _count_from_here(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return int(torch.cuda.memory_allocated(device))
