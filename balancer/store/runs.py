@@ -34,9 +34,8 @@ from ..search.decisions import Stop
 from ..search.layouts import BALANCE
 from ..search.search import Search
 from ..types import Failed, Finding, Observation, Said
+from .folder import RunNote, TrainingRecord, change_note, read_note, read_training
 from .locks import is_running, lock_run
-from .notes import RunNote, change_note, read_note
-from .trainings import TrainingRecord, read_training
 
 JOURNAL = "journal.jsonl"
 _ID = re.compile(r"[0-9a-z][0-9a-z-]{0,40}")

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from evener.balancer.journal import Header
 from evener.balancer.request import Request
-from evener.balancer.store.notes import RunNote
+from evener.balancer.store.folder import RunNote
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
 from evener.tui.view.cells import UNICODE, span_cells

@@ -14,8 +14,8 @@ from evener.balancer.number_format import duration, rate
 from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.store import runs as store
+from evener.balancer.store.folder import TrainingRecord
 from evener.balancer.store.runs import RunSummary, State, StoredRun
-from evener.balancer.store.trainings import TrainingRecord
 from evener.errors import RequestError
 from evener.plan.file import Format, to_json, to_toml
 

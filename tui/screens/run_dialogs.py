@@ -21,7 +21,7 @@ from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
-from evener.balancer.store.notes import RunNote
+from evener.balancer.store.folder import RunNote
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan

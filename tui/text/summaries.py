@@ -9,7 +9,7 @@ from evener.balancer.number_format import count_words, duration, half_width, per
 from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, plan_rate, plan_rivals
-from evener.balancer.store.trainings import TrainingRecord
+from evener.balancer.store.folder import TrainingRecord
 from evener.balancer.types import Interval, Said
 from evener.learning.noise_scale import describe
 from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry, SpeedEntry, StartEntry
