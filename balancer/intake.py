@@ -83,10 +83,7 @@ def _find_misfits(
         yield from _find_engine_misfits(request.engine, framework, found.devices, hosts)
     if objective.needs_energy:
         yield from _find_silent_meters(found.devices, found.machine)
-    try:
-        msgspec.json.encode(settings)
-    except (TypeError, ValueError, OverflowError) as error:
-        yield Finding("request.setting", {"why": str(error)})
+    yield from _find_unwritable(settings)
 
 
 def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> Iterator[Finding]:
@@ -100,6 +97,14 @@ def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device],
             if device.limit and (device.limit.percent or device.on_cpu):
                 limit = {"device": device.label, "limit": msgspec.to_builtins(device.limit)}
                 yield Finding("request.engine_limit", {"engine": engine, **limit})
+
+
+def _find_unwritable(settings: object) -> Iterator[Finding]:
+    """Settings that a journal can't hold."""
+    try:
+        msgspec.json.encode(settings)
+    except (TypeError, ValueError, OverflowError) as error:
+        yield Finding("request.setting", {"why": str(error)})
 
 
 def _find_silent_meters(devices: Sequence[Device], machine: Machine | None) -> Iterator[Finding]:

@@ -109,9 +109,12 @@ def write_crash_log(error: BaseException) -> Path | None:
     for folder in (Path(platformdirs.user_state_dir("evener")) / "crashes", Path(tempfile.gettempdir())):
         with suppress(OSError):
             make_private(folder)
-            path = folder / name
-            # new and private: in a shared folder, an existing name could be another user's link
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
-                stream.write(text)
-            return path
+            _write_new(folder / name, text)
+            return folder / name
     return None
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a new and private file: in a shared folder, an existing name could be another user's link."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+        stream.write(text)
