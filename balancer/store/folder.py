@@ -1,4 +1,4 @@
-"""What a run's folder has beside a search's journal: a person's note with tags, and the journal of a training."""
+"""A person's note on a run, with tags, and the journal of a training, which lie in the run's folder."""
 
 from __future__ import annotations
 
