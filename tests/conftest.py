@@ -134,35 +134,52 @@ def no_process_group_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def trainer_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py."""
-    torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
-    with RankServer("torch._dynamo") as server:  # optimizers load it on their first step, which takes 2 s in each rank
-
-        def run(function: str, *arguments: Any, world: int = 1) -> list[Any]:
-            own = folder / str(len(list(folder.iterdir())))
-            server.run(function, own, *arguments, ranks=place_ranks(world))
-            return [torch.load(own / f"{rank}.pt") for rank in range(world)]
-
-        yield run
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this test run have."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")
-def keras_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+def rank_server(shared_folder: Path) -> Callable[[str], RankServer]:
+    """`rank_server("module")`: one process for all workers, which ends with the test run."""
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    return lambda module: RankServer(module, shared_folder, owner)
+
+
+@pytest.fixture(scope="session")
+def trainer_ranks(
+    rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Any]]:
+    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py."""
+    torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
+    server = rank_server("torch._dynamo")  # optimizers load it on their first step, which takes 2 s in each rank
+
+    def run(function: str, *arguments: Any, world: int = 1) -> list[Any]:
+        own = folder / str(len(list(folder.iterdir())))
+        server.run(function, own, *arguments, ranks=place_ranks(world))
+        return [torch.load(own / f"{rank}.pt") for rank in range(world)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def keras_ranks(
+    rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Any]]:
     """`keras_ranks("module.function", *arguments, world=2, roles=())`: what each process of it returned.
 
     `roles` are those of TensorFlow's group: `chief` and `worker`.
     """
-    folder = tmp_path_factory.mktemp("keras_ranks")
-    with RankServer("keras") as server:
+    folder, server = tmp_path_factory.mktemp("keras_ranks"), rank_server("keras")
 
-        def run(function: str, *arguments: Any, world: int = 1, roles: Sequence[str] = ()) -> list[Any]:
-            own = folder / str(len(list(folder.iterdir())))
-            ranks = [{"TF_CONFIG": config} for config in make_configs(roles)] or [{}] * world
-            server.run("tests.support.keras_start.save", own, function, *arguments, ranks=ranks, seconds=950)
-            return [json.loads((own / f"{rank}.json").read_text()) for rank in range(len(ranks))]
+    def run(function: str, *arguments: Any, world: int = 1, roles: Sequence[str] = ()) -> list[Any]:
+        own = folder / str(len(list(folder.iterdir())))
+        ranks = [{"TF_CONFIG": config} for config in make_configs(roles)] or [{}] * world
+        server.run("tests.support.keras_start.save", own, function, *arguments, ranks=ranks, seconds=950)
+        return [json.loads((own / f"{rank}.json").read_text()) for rank in range(len(ranks))]
 
-        yield run
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -189,14 +206,12 @@ def own_folder(cores_of_one_user: int, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def cores_of_one_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def cores_of_one_user(shared_folder: Path) -> Iterator[int]:
     """For tests that measure on the machine's cores: a file that each of them holds with a shared lock.
 
     Tests run in several workers at once. A test that plays another user on these cores takes the lock alone (LOCK_EX).
     """
-    own = tmp_path_factory.getbasetemp()
-    run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    descriptor = os.open(run / "cores", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(shared_folder / "cores", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     yield descriptor
     os.close(descriptor)

@@ -26,6 +26,7 @@ EXACT = [
     ("exact_loops", "steps counted"),
 ]
 OTHER = [
+    ("losses", "a sum", "it is a sum, not a mean over rows"),
     ("losses", "negatives in the batch", "it isn't a mean over rows"),
     ("losses", "negatives of all ranks", "another when it is computed again"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),

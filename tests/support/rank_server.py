@@ -1,7 +1,7 @@
 """Ranks that are forked from one process, which imports their framework once; run as a script, it is that process.
 
 It imports what trains without computing anything, so a forked rank is as good as a new one and starts at once. It is no
-child of the tests' process: others of its tests count their children, or kill them.
+child of the tests' process: others of its tests count their children, or kill them. All workers of a test run share it.
 
 Ranks on GPUs are processes of their own, as CUDA may not be forked: the script with a function is one of them.
 """
@@ -9,18 +9,24 @@ Ranks on GPUs are processes of their own, as CUDA may not be forked: the script 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.support.children import MARK
 from tests.support.torch_start import free_port, rank_environment, run_ranks
 
 SECONDS = 300  # no rank takes so long, so it hangs
@@ -28,41 +34,62 @@ HANGING_SECONDS = 60  # after which one on a GPU says what it is at
 
 
 class RankServer:
-    """Starts functions of modules as ranks, which have imported `module`; use it as a context."""
+    """Starts functions of modules as ranks, which have imported `module`; use it as a context.
 
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._asked = 0  # requests so far
+    Those with the same folder are one process, which ends with the process `owner`; without a folder it ends with the
+    context.
+    """
+
+    def __init__(self, module: str, folder: Path | None = None, owner: int = 0) -> None:
+        self._module, self._owner = module, owner or os.getpid()
+        self._own = None if folder else TemporaryDirectory()
+        self._address = Path(folder or self._own.name, f"{module.rpartition('.')[2]}.ranks")  # type: ignore[union-attr]
 
     def __enter__(self) -> RankServer:
-        own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server", self._module]
-        root = Path(__file__).parents[2]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process: Any = subprocess.Popen(command, env={**own, **rank_environment()}, cwd=root, text=True, **pipes)
-        self._process.wait()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        with self._process:
-            self._process.stdin.close()
+        if self._own:
+            self._connect().close()  # without a request
+            self._own.cleanup()
+
+    def _connect(self) -> socket.socket:
+        """A line to the process, which is started if it isn't there."""
+        line = socket.socket(socket.AF_UNIX)
+        with self._address.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                line.connect(str(self._address))
+            except OSError:
+                self._address.unlink(missing_ok=True)
+                self._start()
+                line.connect(str(self._address))
+        return line
+
+    def _start(self) -> None:
+        own = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+        if self._owner != os.getpid():  # it outlives this worker, whose mark is the last
+            own[MARK] = own[MARK].rpartition(",")[0]
+        words = [self._module, str(self._address), str(self._owner)]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.support.rank_server", "serve", *words]
+        root = Path(__file__).parents[2]
+        with self._address.with_suffix(".txt").open("w") as log:
+            quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            subprocess.run(command, env={**own, **rank_environment()}, cwd=root, check=True, **quiet)
 
     def run(
         self, function: str, folder: Path, *arguments: Any, ranks: Sequence[dict[str, str]], seconds: int = SECONDS
     ) -> None:
         """`module.function(folder, rank, *arguments)` in a process for each of the environments of `ranks`.
 
-        AssertionError if one fails, or takes more seconds.
+        AssertionError if one fails, or takes more seconds. A test that ends while it waits ends them.
         """
         folder.mkdir(exist_ok=True)
-        self._asked += 1
         request = {"function": function, "folder": str(folder), "arguments": arguments, "seconds": seconds}
         own = [{"EVENER_LIVE_DIR": str(folder / "live"), **rank} for rank in ranks]
-        self._process.stdin.write(json.dumps({**request, "environments": own, "number": self._asked}) + "\n")
-        self._process.stdin.flush()
-        number, failed = 0, [0]
-        while number != self._asked:  # earlier ones are for tests that were ended while they waited
-            number, failed = json.loads(self._process.stdout.readline())
+        with self._connect() as line:
+            line.sendall((json.dumps({**request, "environments": own}) + "\n").encode())
+            failed = json.loads(line.makefile().readline())
         assert not failed, "\n".join((folder / f"rank{rank}.txt").read_text()[-4000:] for rank in failed)
 
 
@@ -82,19 +109,47 @@ def run_on_gpus(function: str, folder: Path, *arguments: Any, world: int = 2) ->
     run_ranks(Path(__file__), world, lambda rank: [function, str(folder), str(rank), given], folder)
 
 
-def serve(module: str) -> None:
-    """Fork the ranks of each request, and answer with its number and who failed, until nobody can ask any more."""
+def serve(module: str, address: str, owner: int) -> None:
+    """Answer each request in a process of its own, until the owner ends or one who connects has none."""
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(address)
+    door.listen(64)
     if os.fork():
         os._exit(0)
+    os.setsid()
     import_module(module)
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        request = json.loads(line)
-        called = find_function(request["function"])
+    alive = os.pidfd_open(owner)
+    while alive not in select.select([door, alive], [], [])[0]:
+        line, _ = door.accept()
+        text = line.makefile().readline()
+        if not text:
+            break
+        request = json.loads(text)
+        with suppress(Exception):  # its ranks say it
+            find_function(request["function"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
-        ranks = {fork_rank(called, request, rank): rank for rank in range(len(request["environments"]))}
-        print(json.dumps([request["number"], wait_for(ranks)]), file=answers, flush=True)
+        if os.fork() == 0:
+            door.close()
+            answer(request, line)
+            os._exit(0)
+        line.close()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     os._exit(0)  # taking all modules down takes seconds
+
+
+def answer(request: dict[str, Any], line: socket.socket) -> None:
+    """Fork the ranks of a request, and say which failed by themselves."""
+    ranks = {os.pidfd_open(process): (process, rank) for process, rank in fork_ranks(request)}
+    failed = wait_for(ranks, line)
+    with suppress(OSError):
+        line.sendall((json.dumps(failed) + "\n").encode())
+
+
+def fork_ranks(request: dict[str, Any]) -> list[tuple[int, int]]:
+    """(process, rank) of each."""
+    return [(fork_rank(request, rank), rank) for rank in range(len(request["environments"]))]
 
 
 def find_function(path: str) -> Any:
@@ -103,7 +158,7 @@ def find_function(path: str) -> Any:
     return getattr(import_module(module), function)
 
 
-def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
+def fork_rank(request: dict[str, Any], rank: int) -> int:
     """The process of one rank."""
     process = os.fork()
     if process:
@@ -115,7 +170,7 @@ def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
     os.environ.update(request["environments"][rank])
     signal.alarm(request["seconds"])
     try:
-        called(folder, rank, *request["arguments"])
+        find_function(request["function"])(folder, rank, *request["arguments"])
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -123,26 +178,27 @@ def fork_rank(called: Any, request: dict[str, Any], rank: int) -> int:
     os._exit(0)
 
 
-def wait_for(ranks: dict[int, int]) -> list[int]:
-    """The ranks that failed by themselves; once one has, the others would wait for it."""
+def wait_for(ranks: dict[int, tuple[int, int]], line: socket.socket) -> list[int]:
+    """The ranks that failed by themselves; once one has, or nobody waits for them, the others are ended."""
     left = dict(ranks)
     failed: list[int] = []
-    while left:
-        process, status = os.wait()
-        rank = left.pop(process)
-        if status and not failed:
-            failed.append(rank)
-            for other in left:
-                os.kill(other, 9)
+    while left and not failed:
+        ended = select.select([line, *left], [], [])[0]
+        if line in ended:
+            break
+        failed = [rank for process, rank in map(left.pop, ended) if os.waitpid(process, 0)[1]]
+    for handle, (process, _) in left.items():
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.waitpid(process, 0)
     return failed
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
         name, folder, rank, given = sys.argv[1:]
         faulthandler.dump_traceback_later(HANGING_SECONDS, repeat=True)
         called = find_function(name)
         gc.freeze()
         called(Path(folder), int(rank), *json.loads(given))
-    else:
-        serve(sys.argv[1])

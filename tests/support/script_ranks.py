@@ -45,6 +45,11 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
     return run_script(rank, script, *words)
 
 
+def run_saving_script(folder: Path, rank: int, script: str) -> None:
+    """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`."""
+    run_script(rank, script, f"{folder}/")
+
+
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     """As `run_script`, on one thread of PyTorch."""
     import torch

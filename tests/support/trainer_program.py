@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
-parser.add_argument("--sum", action="store_true")
 given = parser.parse_args()
 set_seed(0)
 sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,7 +45,10 @@ arguments = TrainingArguments(
     save_strategy="no",
     disable_tqdm=True,
 )
-trainer = (SumTrainer if given.sum else Trainer)(model=model, args=arguments, train_dataset=rows)
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
 trainer.train()
 weights = {name: value.tolist() for name, value in model.state_dict().items()}
-torch.save({"weights": weights, "trainer": type(trainer).__name__}, f"{given.out}{arguments.process_index}.pt")
+last = SumTrainer(model=model, args=arguments, train_dataset=rows)
+last.train()
+kept = {"weights": weights, "last trainer": type(last).__name__}
+torch.save(kept, f"{given.out}{arguments.process_index}.pt")
