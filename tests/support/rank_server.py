@@ -119,7 +119,7 @@ def serve(module: str, address: str, owner: int) -> None:
     os.setsid()
     import_module(module)
     alive = os.pidfd_open(owner)
-    while alive not in select.select([door, alive], [], [])[0]:
+    while alive not in wait_for_any([door.fileno(), alive]):
         line, _ = door.accept()
         text = line.makefile().readline()
         if not text:
@@ -137,6 +137,11 @@ def serve(module: str, address: str, owner: int) -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
     os._exit(0)  # taking all modules down takes seconds
+
+
+def wait_for_any(handles: list[int]) -> list[int]:
+    """Those that can be read; of a process, that it has ended."""
+    return select.select(handles, [], [])[0]
 
 
 def answer(request: dict[str, Any], line: socket.socket) -> None:
@@ -183,8 +188,8 @@ def wait_for(ranks: dict[int, tuple[int, int]], line: socket.socket) -> list[int
     left = dict(ranks)
     failed: list[int] = []
     while left and not failed:
-        ended = select.select([line, *left], [], [])[0]
-        if line in ended:
+        ended = wait_for_any([line.fileno(), *left])
+        if line.fileno() in ended:
             break
         failed = [rank for process, rank in map(left.pop, ended) if os.waitpid(process, 0)[1]]
     for handle, (process, _) in left.items():

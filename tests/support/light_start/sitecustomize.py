@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from importlib.machinery import PathFinder
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 
 HIDDEN = ("matplotlib", "pandas", "sklearn")
 
@@ -36,19 +37,19 @@ class RestingSteps:
     process_time = staticmethod(time.process_time)
 
     @classmethod
-    def find_spec(cls, name: str, path: object = None, _target: object = None) -> object:
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
         """The synthetic workload's, whose steps rest."""
-        if name != "evener.workloads.synthetic":
+        spec = PathFinder.find_spec(name, path) if name == "evener.workloads.synthetic" else None
+        if spec is None or spec.loader is None:
             return None
-        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
-        load = spec.loader.exec_module  # type: ignore[union-attr]
+        load = spec.loader.exec_module
 
         def change(module: object) -> None:
-            load(module)
+            load(module)  # type: ignore[arg-type]
             vars(module)["keep_busy"] = cls.rest
             time.process_time = lambda: cls.process_time() + cls.slept
 
-        spec.loader.exec_module = change  # type: ignore[union-attr]
+        spec.loader.exec_module = change  # type: ignore[method-assign]
         return spec
 
     @classmethod
