@@ -80,7 +80,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, the driver, frameworks and folders; with --devices ray, on every host, and their network.
+    """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host, and the network.
 
     Exit code 0: balance can run, 1: it can't.
     """

@@ -64,7 +64,7 @@ JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
 FormatOption = Annotated[Literal["table", "csv", "markdown"], OUTPUT("--format", help="Form of the table.")]
 ReadonlyOption = Annotated[
     bool,
-    typer.Option("--readonly", help="The app only shows: it sends no signals, starts no searches and changes no runs."),
+    typer.Option("--readonly", help="View only: no signals, no searches, no changes of runs."),
 ]
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
 ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]

@@ -34,7 +34,7 @@ def replay(
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
-    """Play a run again from its journal: in the app on a terminal, as lines elsewhere. Nothing is measured."""
+    """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is measured."""
     named = Path(source).is_file() or "/" in source
     record = journal.read(Path(source), foreign=True) if named else read_run(source)
     read_job(record.header)  # its faults are raised before the screen opens
