@@ -4,7 +4,7 @@
 
 A decoder-only model in float64 by `split.step`, transformers' Trainer and Lightning, also with expandable segments.
 `cap8`, `cap12`, `cap20`: GiB that the process may have, a quarter to two thirds of what the batch takes. `long`: one
-batch of rows four times as long, in 40 GiB. `neighbour`: another process takes all but 3 GiB at step 40 and leaves at
+batch of rows four times as long, in 12 GiB. `neighbour`: another process takes all but 1 GiB at step 40 and leaves at
 step 80. `libraries`: one takes all but 64 MiB from convolutions and an LSTM, whose workspaces cuDNN and cuBLAS want.
 Prints, for each, how often memory ran out, seconds and step times beside the undisturbed training's, and the largest
 difference of a weight from its.
@@ -63,8 +63,8 @@ CASES = {
     "cap20": Case(cap=20),
     "cap12": Case(cap=12),
     "cap8": Case(cap=8),
-    "long": Case(cap=40, long_at=5, rows=32 if GPU else 8),
-    "neighbour": Case(comes=40, leaves=80, left=3, steps=340, rows=32 if GPU else 8, layers=4 if GPU else 1),
+    "long": Case(cap=12, long_at=5, rows=32 if GPU else 8),
+    "neighbour": Case(comes=40, leaves=80, left=1, steps=340, rows=32 if GPU else 8, layers=4 if GPU else 1),
     "libraries": Case(comes=5, left=1 / 16, steps=12, rows=512 if GPU else 8, conv=True),
 }
 
