@@ -19,8 +19,8 @@ from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
 from .torch_rows.structure import cut_rows
 from .torch_split.batch import Part, weigh_by_count
-from .torch_split.checks import check_memory
 from .torch_split.exchange import Exchange
+from .torch_split.optimizers import check_memory
 from .torch_split.planned import PlannedTraining
 from .torch_split.retry import Passes
 from .torch_split.wrapped import check_normalization

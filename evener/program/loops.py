@@ -24,8 +24,8 @@ from wrapt import wrap_function_wrapper
 
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import UnevenBatchSampler
+from ..torch_split.guard import Steps
 from ..torch_split.loss_measure import kept_state
-from ..torch_split.steps import Steps
 from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from ..errors import EvenerError, RequestError
-from ..torch_split.checks import OPTIMIZER_CHECK
-from ..torch_split.guard import Guard
+from ..torch_split.guard import Guard, Steps
+from ..torch_split.optimizers import OPTIMIZER_CHECK
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares
-from ..torch_split.steps import Steps
 from .notes import Notebook, read_settings
 
 NO_GROUP = (

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..shares.whole_rows import check_ratios
 from ..torch_split.collectives import is_equal_everywhere, own_collectives
-from ..torch_split.ends import advise
 from ..torch_split.exchange import register
 from ..torch_split.planned import PlannedTraining
+from ..torch_split.retry import advise
 from ..torch_split.wrapped import (
     check_exchange,
     check_model,

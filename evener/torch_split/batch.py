@@ -141,10 +141,11 @@ def _count(count: Callable[[Part], Any], part: Part) -> torch.Tensor:
 class TakenBatch:
     """A batch that a loader yielded: the rows of each rank, and weak references to its tensors."""
 
-    __slots__ = ("origin", "sizes", "tensors", "used")
+    __slots__ = ("number", "origin", "sizes", "tensors", "used")
 
-    def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
+    def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any, number: int = 0) -> None:
         self.origin = origin
+        self.number = number  # in its epoch
         self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
         self.used = False  # a wrapped model has computed it
@@ -189,7 +190,8 @@ class BatchTracker:
             del batches[:-1]
         while len(batches) > 2 and not batches[0].is_alive():
             del batches[0]
-        self.current = self.last = taken = TakenBatch(origin, sizes, data)
+        number = 0 if before is None else before.number + 1
+        self.current = self.last = taken = TakenBatch(origin, sizes, data, number)
         batches.append(taken)
         alone = len(self._epochs) == 1 and (before is None or (before.used and before.sizes == sizes))
         self._only = taken if alone else None

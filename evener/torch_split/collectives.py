@@ -1,4 +1,4 @@
-"""Exchanges between ranks: flat buckets of gradients, the rows of a batch, sums; and their number in this process.
+"""Exchanges between ranks apart from gradients: rows of a batch, sums, and the last words of one that ends.
 
 A rank that takes a pass in pieces would meet the others more often than they meet it: collectives that are not of
 evener itself are counted.
@@ -6,10 +6,15 @@ evener itself are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from functools import cache
+from threading import Thread, current_thread, main_thread
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -17,6 +22,7 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, gradient_weight
+from ..training.retreat import say
 
 _own = 0  # collectives that evener has begun
 
@@ -68,159 +74,6 @@ def _count() -> int:
         with suppress(RuntimeError):  # of one that doesn't count
             total += backend._get_sequence_number_for_group()
     return total
-
-
-FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
-
-
-class Bucket:
-    """The gradients of some parameters, one after the other, and a flag for each that says whether there is one.
-
-    `places` are the parameters' numbers in their model; `left` counts those whose gradient the pass hasn't given yet.
-    """
-
-    def __init__(self, places: Sequence[int], parameters: Sequence[Any]) -> None:
-        self.places, self._parameters = tuple(places), tuple(parameters)
-        first = parameters[0]
-        sizes = [each.numel() for each in parameters]
-        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        self._views = _cut(self.flat, parameters)
-        self._numbers = {place: number for number, place in enumerate(places)}
-        self.on_cpu = first.device.type == "cpu"
-        self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
-        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}
-        self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
-        self._held_views: list[torch.Tensor] = []
-        self._absent: list[int] = []  # without a gradient when it was gathered
-        self.left = len(sizes)
-        self.work: Any = None
-
-    def take(self, place: int) -> None:
-        """Make the gradient of a parameter a view as soon as it is there, while a CPU still has it in its cache."""
-        number = self._numbers[place]
-        parameter, view = self._parameters[number], self._views[number]
-        gradient = parameter.grad
-        if gradient is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
-            return  # the last two kinds are refused as they are gathered
-        view.copy_(gradient)
-        parameter.grad = view
-        self._forget(number)
-
-    def gather(self) -> None:
-        """Make gradients views of the bucket, also where zero_grad had set them to None."""
-        gradients = [each.grad for each in self._parameters]
-        self._absent = [place for place, each in enumerate(gradients) if each is None]
-        pairs = zip(gradients, self._views, strict=True)
-        places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
-        if not places:
-            return
-        fresh = [gradients[place] for place in places]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
-            _refuse_graph()
-        views = [self._views[place] for place in places]
-        for place, view in zip(places, views, strict=True):
-            self._parameters[place].grad = view
-        if self._hold is not None:
-            for place in places:
-                self._forget(place)
-        _copy(views, fresh)
-
-    def fold(self, weight: float) -> None:
-        """Apply this weight to the gradients so far, as those that come now have another one."""
-        self.gather()
-        self.weigh(weight)
-        self._hold = self.flat.clone()
-        self._held_views = _cut(self._hold, self._parameters)
-        self.flat.zero_()
-
-    def weigh(self, weight: float) -> None:
-        """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
-        with torch.no_grad():
-            if not self._absent:
-                self._flags.fill_(1)
-            else:
-                for place in self._absent:
-                    self._views[place].zero_()
-                    self._forget(place)
-                self._flags.copy_(self._pattern())
-            if weight == 0.0:
-                self.flat.zero_()
-            elif weight != 1.0:
-                self.flat.mul_(weight)
-            if self._hold is not None:
-                self.flat.add_(self._hold)
-                self._hold, self._held_views = None, []
-
-    def receive(self) -> None:
-        """Wait for the sum. A parameter that only other ranks used has a gradient too; one that none used has none."""
-        self.work.wait()
-        self.work = None
-        if self._absent:
-            used = self._flags.tolist()
-            for place in self._absent:
-                if used[place] != 0:  # also of complex numbers
-                    self._parameters[place].grad = self._views[place]
-
-    def _forget(self, place: int) -> None:
-        """Forget what was kept of a gradient that the loop has dropped."""
-        if self._hold is not None:
-            self._held_views[place].zero_()
-
-    def _pattern(self) -> torch.Tensor:
-        absent = tuple(self._absent)
-        if absent not in self._patterns:
-            flags = torch.ones(len(self.places), dtype=self.flat.dtype)
-            flags[list(absent)] = 0
-            self._patterns[absent] = flags.to(self.flat.device)
-        return self._patterns[absent]
-
-
-def make_buckets(parameters: Sequence[Any], order: Iterable[int], most_bytes: int) -> list[Bucket]:
-    """Buckets of one type and device each, in the order in which they are full."""
-    made: list[Bucket] = []
-    open_: dict[Any, list[int]] = {}
-    for place in order:
-        kind = parameters[place].dtype, parameters[place].device
-        places = open_.setdefault(kind, [])
-        places.append(place)
-        size = sum(parameters[each].numel() * parameters[each].element_size() for each in places)
-        if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
-            made.append(Bucket(places, [parameters[each] for each in places]))
-            del open_[kind]
-    return made + [Bucket(places, [parameters[each] for each in places]) for places in open_.values()]
-
-
-def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
-    views, start = [], 0
-    for each in parameters:
-        part = flat[start : start + each.numel()]
-        start += each.numel()
-        dense = any(each.is_contiguous(memory_format=kind) for kind in _FORMATS.get(each.ndim, ()))
-        views.append(part.as_strided(each.shape, each.stride()) if dense else part.view(each.shape))
-    return views
-
-
-_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
-
-
-def _refuse_graph() -> NoReturn:
-    raise RequestError(
-        "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
-        "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
-    )
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
-    if any(map(_IS_SPARSE, fresh)):
-        raise RequestError(
-            "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
-            "Leave sparse=True out.",
-        )
-    torch._foreach_copy_(views, fresh)
-
-
-_IS_SPARSE = attrgetter("is_sparse")
 
 
 class Meeting(Protocol):
@@ -313,3 +166,112 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         if start < stop:
             own[: stop - start] = total[start:stop] / ctx.weight
         return own, None, None, None, None
+
+
+ENDED, LOST = "evener/ended", "evener/lost"  # keys in the group's store: a rank's own error; it has lost the others
+WAIT_SECONDS = 3.0  # for what the other ranks have to say
+STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
+_LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
+
+
+@cache
+def explain_at_exit(advice: Callable[[BaseException], str]) -> None:
+    """Let an error that ends the program be followed by what the person can do, or by the rank that it came from."""
+    shown = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        shown(kind, error, trace)
+        if words := advice(error):
+            say(f"evener: {words}")
+        if isinstance(error, Exception) and dist.is_initialized() and dist.get_world_size() > 1:
+            _explain_ranks(error)
+
+    sys.excepthook = explain
+
+
+@cache
+def end_when_stuck() -> None:
+    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that doesn't hear of it.
+
+    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never is.
+    """
+    hears, heard = signal.getsignal(signal.SIGINT), [0.0]
+    if current_thread() is not main_thread() or not callable(hears):
+        return
+
+    def hear(number: int, frame: Any) -> Any:
+        heard[0] = time.monotonic()
+        return hears(number, frame)
+
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    if before != -1:  # another library listens
+        signal.set_wakeup_fd(before)
+        return
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.signal(signal.SIGINT, hear)
+
+    def listen() -> None:
+        while number := os.read(ear, 1):
+            came = time.monotonic()
+            if number[0] != signal.SIGINT:
+                continue
+            time.sleep(STUCK_SECONDS)
+            if heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear:  # one call may stand for two signals
+                say(f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after Ctrl-C.")
+                os._exit(130)
+
+    Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
+
+
+def _explain_ranks(error: Exception) -> None:
+    """Note this rank's own error for the others, or say whose error is behind it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lost = any(map(_is_lost, _chain(error)))
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if lost:
+            say(f"evener: {_find_ended(store, rank, world)}")
+        else:
+            line = str(error).strip().partition("\n")[0]
+            store.set(f"{ENDED}/{rank}", f"{type(error).__name__}: {line}".rstrip(": ."))
+    except (RuntimeError, ValueError):  # of a store that has gone with the process that it was in
+        if lost and rank:
+            say("evener: rank 0 ended, and this rank can't go on without it: it was killed, or its output says why.")
+
+
+def _find_ended(store: Any, rank: int, world: int) -> str:
+    store.set(f"{LOST}/{rank}", "")
+    silent, words, deadline = set(range(world)) - {rank}, dict[int, str](), time.monotonic() + WAIT_SECONDS
+    while silent and time.monotonic() < deadline:  # the store may be in this process: not before all have answered
+        for each in sorted(silent):
+            if store.check([f"{ENDED}/{each}"]):
+                words[each] = store.get(f"{ENDED}/{each}").decode()
+            if each in words or store.check([f"{LOST}/{each}"]):
+                silent.discard(each)
+        time.sleep(0.05)
+    if words:
+        first = min(words)
+        return f"rank {first} ended, and this rank can't go on without it: {words[first]}."
+    if silent:
+        names = " and ".join(map(str, sorted(silent)))
+        return (
+            f"rank {names} doesn't answer, and this rank can't go on without it: it was killed, ended early, or its"
+            " machine is gone."
+        )
+    return "all ranks answer, but have lost their connections: the network between them failed."
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost(error: BaseException) -> bool:
+    """True if the error is that of a rank which other ranks have left."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)
+    )

@@ -17,76 +17,8 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .collectives import make_buckets, note_own, own_collectives
-
-
-class Held:
-    """Gradients of earlier passes while a pass is computed that may have to be computed again.
-
-    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it fails. Otherwise each
-    gradient that is there is the whole pass's, and is final: a second try leaves it as it is.
-    """
-
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters = parameters
-        self._final: bytearray | None = None  # of the failed pass
-        self._kept: list[Any] | None = None  # gradients from before the pass
-        self.opened = self.late = self.apart = False
-
-    @property
-    def is_final(self) -> bool:
-        """True while the rows of a failed pass are computed again, except for gradients that are already there."""
-        return self._final is not None
-
-    def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
-        self.opened, self.late = True, dependent or self._final is not None
-        self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
-        if self.apart:
-            self._kept = [each.grad for each in self._parameters]
-            for each in self._parameters:
-                each.grad = None
-
-    def merge(self, fired: bytearray) -> None:
-        """Add the pass's gradients to those that were kept, except for final ones."""
-        if self._kept is None:
-            return
-        sums: list[Any] = []
-        added: list[Any] = []
-        final = self._final or bytes(len(fired))
-        for place, (parameter, kept) in enumerate(zip(self._parameters, self._kept, strict=True)):
-            if parameter.grad is not None and kept is not None and not final[place]:
-                sums.append(kept)
-                added.append(parameter.grad)
-            if kept is not None:
-                parameter.grad = kept
-        self._kept = None
-        if sums:
-            with torch.no_grad():
-                torch._foreach_add_(sums, added)
-
-    def close(self) -> None:
-        """Finish a complete pass."""
-        self.opened = self.late = self.apart = False
-
-    def settle(self) -> None:
-        """Forget a failed pass whose rows are now all computed."""
-        self._final = None
-
-    def fail(self, fired: bytearray) -> None:
-        """Undo the pass, or remember what of it is final."""
-        if self._kept is not None:
-            for parameter, kept in zip(self._parameters, self._kept, strict=True):
-                parameter.grad = kept
-            self._kept = None
-        elif self.late:
-            for parameter, done in zip(self._parameters, fired, strict=True):
-                if done:
-                    parameter.grad = None
-        elif self.opened:
-            self._final = bytearray(fired)
-        self.close()
-
+from .buckets import Held, SeenNumber, make_buckets, warn_of_hooks
+from .collectives import note_own, own_collectives
 
 BUCKET_BYTES = 25 << 20
 
@@ -120,35 +52,43 @@ class Exchange:
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
+        self.number = 0  # of the batch in its epoch
+        self._seen: list[SeenNumber] = []  # sums of the ranks' numbers that weren't looked at yet
         self._bytes, self._alone = bucket_bytes, alone
-        self._buffers = [each for name, each in module.named_buffers() if name not in ignored]
-        self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(self._buffers)
+        buffers = [each for name, each in module.named_buffers() if name not in ignored]
+        self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(buffers)
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = []  # in which the first backward pass gave gradients; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
         self._repeats = False  # a parameter's gradient came in parts
-        self._armed = self._sync = self._blind = False
-        self._batch: Any = None  # of the backward pass, or of the forward pass where that is blind
+        self._armed = self._sync = False
+        self._batch: Any = None  # of the backward pass
+        self._begins: list[Any] = []  # hooks that see one of outputs that aren't seen
+        self._hidden_task = -1  # the last such backward pass
+        self._broken = False  # a backward pass has failed when part of its gradients were sent
+        self.waits = False  # a forward pass was watched since the last sum
         self._sent = 0  # buckets that are on their way
+        self.sums, self.unsummed = 0, False  # unsummed: parameters have gradients of this rank's rows alone
         self._unsent = False  # gradients may be there that weren't summed
         self._fired = bytearray(len(self.parameters))
         self.held = Held(self.parameters)
-        self._overlapping = weakref.WeakSet(each for each in _exchanges if each._has_any(set(named)))
+        self._overlapping = weakref.WeakSet(each for each in _exchanges if each.has_any(set(named)))
         for each in self._overlapping:
             each._overlapping.add(self)
         if not alone:
-            self._agree([*named.values(), *self._buffers])
+            self._agree([*named.values(), *buffers])
         self._make_buckets(range(len(self.parameters))[::-1])
         self._hook()
         _exchanges.add(self)
 
-    def _has_any(self, parameters: set[int]) -> bool:
+    def has_any(self, parameters: set[int]) -> bool:
         return not self._alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
         with torch.no_grad():
-            shapes = torch.tensor([len(tensors), sum(each.numel() for each in tensors)], device=_device(tensors))
+            sizes = [len(tensors), sum(each.numel() for each in tensors)]
+            shapes = torch.tensor(sizes, device=tensors[0].device if tensors else None)
             most, least = shapes.clone(), shapes.clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
@@ -175,9 +115,8 @@ class Exchange:
                 exchange = reference()
                 if exchange is None:
                     return
-                if exchange._blind:
-                    exchange.arm(exchange._sync, exchange._batch)
-                elif not exchange._armed:
+                if not exchange._armed:
+                    exchange._check_outside()
                     return
                 if exchange._fired[place]:
                     exchange._note_again()
@@ -203,11 +142,43 @@ class Exchange:
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
+        if _open and torch._C._current_graph_task_id() == -1:
+            _drop_failed()
+        if self._broken:
+            raise RequestError(
+                "An error ended a backward pass when part of its gradients were on their way to the other ranks.",
+                "Let such an error end the training, and train on from a checkpoint.",
+            )
+        self._forget_begin()
+        self.waits = True
         watched = [each for each in outputs if each.requires_grad]
         for each in watched:
             each.register_hook(lambda _: self.arm(sync, batch))
-        if not watched:  # of an object that hides its tensors
-            self._blind, self._sync, self._batch = True, sync, batch
+        if watched:
+            return
+        reference = weakref.ref(self)  # the outputs are in an object that hides them
+
+        def begin(_: Any) -> None:
+            if (exchange := reference()) is not None:
+                exchange._forget_begin()
+                exchange.arm(sync, batch)
+                exchange._hidden_task = torch._C._current_graph_task_id()
+
+        self._begins = [each.register_hook(begin) for each in self.parameters if each.requires_grad]
+
+    def _forget_begin(self) -> None:
+        for each in self._begins:
+            each.remove()
+        self._begins = []
+
+    def _check_outside(self) -> None:
+        """RequestError for a gradient that comes when a pass of hidden outputs is over: that was a checkpoint's own."""
+        if -1 < torch._C._current_graph_task_id() < self._hidden_task:
+            raise RequestError(
+                "The model's output is an object that hides its tensors, and a part of it is in a reentrant checkpoint:"
+                " nobody sees where its backward pass begins.",
+                "Return a tensor, tuple or dict, or use torch.utils.checkpoint with use_reentrant=False.",
+            )
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -224,7 +195,7 @@ class Exchange:
                 )
             _open.pop(self, None)
             _open[self] = task
-            self._armed, self._sync, self._blind, self._unsent = True, False, False, True
+            self._armed, self._sync, self._unsent, self._hidden_task = True, False, True, -1
             self._fired = bytearray(len(self.parameters))
             for bucket in self._buckets:
                 bucket.left = len(bucket.places)
@@ -266,7 +237,7 @@ class Exchange:
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
         self._sent += 1
-        bucket.weigh(self.weight)
+        bucket.weigh(self.weight, self.number)
         if self._sent == len(self._buckets):
             self.ready()
         note_own()
@@ -286,6 +257,8 @@ class Exchange:
         elif self.held.apart:
             for bucket in self._buckets:
                 bucket.gather()
+        if any(self._fired) and not self._sync:
+            self.unsummed = True
         self.held.close()
 
     def _wait(self) -> None:
@@ -297,12 +270,27 @@ class Exchange:
             bucket.receive()
         if self.noise is not None:
             self.noise.receive(self._buckets)
-        self._sent, self._unsent, self.ran = 0, False, True
+        self._sent, self._unsent, self.waits, self.ran = 0, False, False, True
+        self.sums += 1
+        self.unsummed = False
         self.held.settle()
+        self._compare_numbers()
         if self._order is not None or self._spreads:
             with own_collectives():
                 self._agree_again()
         self.done()
+
+    def _compare_numbers(self) -> None:
+        """RequestError if the ranks sum gradients of different batches; seen a step late where a device is behind."""
+        flat = self._buckets[0].flat
+        self._seen.append(SeenNumber(flat[-1:], self.number * dist.get_world_size(self.group)))
+        while self._seen and self._seen[0].is_there():
+            if not self._seen.pop(0).is_right():
+                raise RequestError(
+                    "The ranks sum gradients of different batches: one has left a batch out, as a loop does that goes"
+                    " on after a loss of NaN or an error on this rank alone.",
+                    "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
+                )
 
     def _agree_again(self) -> None:
         """After a sum, take the first rank's order of gradients once, and its buffers."""
@@ -320,6 +308,8 @@ class Exchange:
         dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
         dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
         self._order, self._early = None, not int(repeats)
+        if dist.get_rank(self.group) == 0:
+            warn_of_hooks(self.parameters, sum(each is self or each in self._overlapping for each in _exchanges))
         self._make_buckets(order.tolist())
         for bucket in self._buckets:
             bucket.gather()
@@ -343,6 +333,10 @@ class Exchange:
             if self.noise is not None:
                 self.noise.take_sum()
 
+    def has_gradients(self) -> bool:
+        """True if a parameter has one."""
+        return any(each.grad is not None for each in self.parameters)
+
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that a pass may change."""
         module = self._module()
@@ -354,7 +348,7 @@ class Exchange:
         self.held.fail(self._fired)
         if self._alone and self.noise is not None:
             self.noise.leave_out()
-        self._armed = self._blind = False
+        self._armed = False
 
 
 _open: dict[Exchange, int] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
@@ -371,19 +365,27 @@ def _end(task: int) -> None:
         exchange._wait()
 
 
+def _drop_failed() -> None:
+    """Forget backward passes that ended with an error: a forward pass begins, and none runs."""
+    for exchange in _open:
+        exchange._armed, exchange._broken = False, exchange._sent > 0
+    _open.clear()
+
+
 def register(exchange: Any) -> None:
     """Count the parameters of another kind of exchange as summed."""
     _exchanges.add(exchange)
+
+
+def list_exchanges() -> list[Exchange]:
+    """The exchanges of this process with other ranks."""
+    return [each for each in _exchanges if isinstance(each, Exchange) and not each._alone]
 
 
 def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
     exchanges = sorted(_exchanges, key=lambda exchange: exchange.ran)
     return {id(each): exchange.ran for exchange in exchanges if not exchange._alone for each in exchange.parameters}
-
-
-def _device(tensors: Sequence[torch.Tensor]) -> Any:
-    return tensors[0].device if tensors else None
 
 
 def _remove(handles: list[Any]) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..learning.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
-from .collectives import Bucket, note_own
+from .buckets import Bucket
+from .collectives import note_own
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
 

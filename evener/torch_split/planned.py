@@ -27,13 +27,13 @@ from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import Part, make_parts, weigh_by_count
-from .checks import OPTIMIZER_CHECK, check_part_loss, check_rows
-from .collectives import add_up
-from .ends import explain_at_exit
+from .checks import check_part_loss, check_rows
+from .collectives import add_up, end_when_stuck, explain_at_exit
 from .noise import make_noise, refuse_noise
+from .optimizers import OPTIMIZER_CHECK
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
-from .retry import Passes
+from .retry import Passes, advice
 from .weights import BatchWeights, Weigh
 from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work
 
@@ -77,7 +77,9 @@ class PlannedTraining:
         self._ahead = 0  # the most batches that a loader draws before their turn
         self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
-        explain_at_exit()
+        explain_at_exit(advice)
+        if self.world > 1:
+            end_when_stuck()
 
     @property
     def shares(self) -> RankShares:
@@ -243,6 +245,7 @@ class PlannedTraining:
 
 WINDOW_SECONDS = 0.05  # of steps whose median is one figure: more often than that, agreeing would cost too much
 FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
+SETTLING_WINDOWS = 2  # the one in which memory ran out, and one for the allocator to fill again
 EXCHANGED_WINDOWS = 2  # at once: an exchange takes longer than all else, and the rule needs two for a change
 
 
@@ -272,6 +275,8 @@ class Rebalancing:
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
         self._windows: dict[int, float] = {}  # to be exchanged: own work by the last step
+        self._retreats = 0  # of this rank that were seen
+        self._settling = 0  # windows until memory is as it stays
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
 
     def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
@@ -315,12 +320,20 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _medians(self) -> tuple[float, float]:
-        """The median seconds of own work and of steps in the window, 0 before any was computed."""
+        """The median seconds of own work and of steps in the window, 0 before any was computed.
+
+        Own work is 0, which counts for nothing, for some windows after memory ran out: the allocator is empty then, so
+        steps take far longer than those that follow.
+        """
+        retreats = self._training.reporter.retreats
+        if retreats != self._retreats:
+            self._retreats, self._settling = retreats, SETTLING_WINDOWS
+        self._settling -= 1
         shares = self._training.shares.batches
         steps = [step for step in self._training.timer.last(self._window_steps) if step.sizes == shares]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
         own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
-        return median(own) if own else 0.0, median(whole) if whole else 0.0
+        return median(own) if own and self._settling < 0 else 0.0, median(whole) if whole else 0.0
 
     def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
         """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""

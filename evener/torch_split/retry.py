@@ -42,6 +42,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+_IN_LOOPS = (
+    "a pass that runs out of memory is computed again in smaller ones where the loop says"
+    " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
+)
+_advice = [_IN_LOOPS]  # what to do about out-of-memory
+
+
+def advise(sentence: str) -> None:
+    """Change the sentence that follows an error of memory that ends this process."""
+    _advice[0] = sentence
+
+
+def advice(error: BaseException) -> str:
+    """The sentence to follow an error that ends this process, if memory ran out."""
+    return _advice[0] if is_out_of_memory(error) else ""
+
+
 def drop_frames(error: BaseException) -> str:
     """Release what the frames of an error hold; returns the error as text, which holds nothing."""
     text = str(error).partition("\n")[0]
@@ -52,9 +69,17 @@ def drop_frames(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def free_memory(device: torch.device) -> None:
-    """Return unused memory to the device."""
-    gc.collect()
+_short: set[torch.device] = set()  # where a pass of this process has run out of memory
+
+
+def runs_short() -> bool:
+    """True if a pass of this process has run out of memory."""
+    return bool(_short)
+
+
+def free_memory(device: torch.device, young: bool = False) -> None:
+    """Return unused memory to the device; `young`: no look at objects that are older than a pass, which takes 0.1 s."""
+    gc.collect(1 if young else 2)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -92,6 +117,8 @@ class Passes:
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
         self._opened = self._ended = False  # a backward pass of the pass
+        self._failed = 0  # the step in which a pass has failed last
+        self._given: set[Exchange] = set()  # gradients by earlier passes of the batch
         self._part: Part | None = None  # that is computed
         self._before = 0  # collectives of the loop's own before the pass
         self._meets = False  # there are some in a pass
@@ -116,6 +143,7 @@ class Passes:
         queue = deque(parts)
         if begins:
             self.limit.begin()
+        self._given = set()
         while queue:
             part = queue.popleft()
             most = self.limit.most
@@ -126,6 +154,7 @@ class Passes:
             yield from self._turn(part, models if queue else (), self._device if move else None)
             if not part.error:
                 part.check_computed()
+                self._given |= {exchange for exchange in self._exchanges if exchange.has_gradients()}
                 if part.origin is None or not queue or queue[0].origin is not part.origin:
                     self._settle()
                 continue
@@ -164,6 +193,11 @@ class Passes:
         dependent = self._state is not None and self._state.is_changed()
         rows = 0 if self._part is None or self._ended else self._part.rows
         for exchange in self._exchanges:
+            if exchange in self._given and not exchange.has_gradients():
+                raise RequestError(
+                    "The gradients of the batch's earlier passes are gone.",
+                    "Call zero_grad() before or after all parts of a batch, not in between.",
+                )
             exchange.open(dependent, rows)
 
     def close(self) -> None:
@@ -206,7 +240,9 @@ class Passes:
             exchange.fail()
         self._state.restore()
         self._state = None
-        free_memory(self._device)
+        free_memory(self._device, young=self.limit.step != self._failed)
+        self._failed = self.limit.step
+        _short.add(self._device)
         self._check_left(part)
         self._check_sum(part)
         smaller = self.limit.shrink(part.rows, self._least())

@@ -28,9 +28,9 @@ from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.loss_check import LossMeaning
 from .batch import Part
 from .collectives import gather_rows
+from .guard import Steps
 from .planned import PlannedTraining, raise_no_shares
 from .ranks import find_shares, leave_group, shares_to_evaluate
-from .steps import Steps
 from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]

@@ -158,11 +158,18 @@ class _ForwardHook:
             return None
         return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), (arguments, keywords))
 
-    def after(self, model: Any, _: Any, outputs: Any) -> None:
+    def after(self, model: Any, _: Any, outputs: Any) -> Any:
         inner = getattr(model, "_orig_mod", model)
         exchange = getattr(inner, "exchange", None)
-        if self.forward is not None and exchange is not None and torch.is_grad_enabled():
-            exchange.watch(tensors_in(outputs), inner.require_backward_grad_sync, self._batch)
+        if self.forward is None or exchange is None or not torch.is_grad_enabled():
+            return None
+        tensors = tensors_in(outputs)
+        leaves = any(each.is_leaf and each.requires_grad for each in tensors)  # a parameter, which would keep the hook
+        if leaves:
+            outputs = each_tensor(lambda tensor: tensor.view_as(tensor), outputs)
+            tensors = tensors_in(outputs)
+        exchange.watch(tensors, inner.require_backward_grad_sync, self._batch)
+        return outputs if leaves else None
 
     for each in (before, after):
         vars(each)["_torchdynamo_disable"] = True  # torch.compile leaves it as it is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from evener.errors import DeviceError
 from evener.torch_rows.structure import each_tensor
 from evener.torch_split import Split, retry
-from evener.torch_split.checks import check_memory
+from evener.torch_split.optimizers import check_memory
 from evener.torch_split.retry import is_out_of_memory
 from evener.training import retreat
 from tests.support import torch_meeting_programs as meetings
@@ -268,3 +269,29 @@ def test_room_for_the_optimizer_s_state_is_tried_before_its_first_step(
     else:
         with pytest.raises(DeviceError, match=r"no room for the 0\.0 GiB of AdamW's state.*No weight was changed"):
             check_memory(optimizer, weights)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(5, True), (4, False), (3, False)])
+def test_an_optimizer_updates_its_parameters_in_turn_where_temporaries_of_all_find_no_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: int, kept: bool
+) -> None:
+    """AdamW's state takes 4 tensors of two parameters, and an update of all at once 2 more."""
+    alive: list[Any] = []
+    empty = torch.empty_like
+
+    def allocate(like: torch.Tensor) -> torch.Tensor:
+        alive[:] = [each for each in alive if each() is not None]
+        if len(alive) > given:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        made = empty(like)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for each in weights:
+        each.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW(weights, 0.1, foreach=True)
+    check_memory(optimizer, weights)
+    assert optimizer.param_groups[0]["foreach"] is kept
+    assert ("updates one parameter after the other" in capsys.readouterr().err) is not kept

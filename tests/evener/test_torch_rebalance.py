@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import lockstep_ranks
 from tests.support import torch_rebalance_programs as programs
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -77,3 +78,20 @@ def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
     assert shares == pytest.approx((54, 26), abs=2)
     assert len(found.pop("5 % noise")) <= 2
     assert {name: changes for name, changes in found.items() if changes} == {}
+
+
+def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator fills again in some of them, which take longer than those that follow in small passes."""
+    meets = 60
+
+    def own(step: int, rank: int, rows: int) -> float:
+        if rank == 0 or step < meets:
+            return 2e-4 * rows
+        slow = 3.0 if step < meets + 8 else 1.0
+        return slow * 3e-4 * rows
+
+    seen = lockstep_ranks.train(monkeypatch, (128, 128), 200, own, {meets: 1})
+    shares = [rows for _, rows in dict.fromkeys(seen)]
+    assert shares[0] == 128
+    assert seen[-1][1] == pytest.approx(102, abs=8)
+    assert all(rows == pytest.approx(102, abs=8) for rows in shares[1:]), "it never got too few"

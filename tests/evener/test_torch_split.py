@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -429,3 +432,35 @@ def test_an_overflow_on_one_rank_is_skipped_by_both(ended: list[dict[str, Any]])
 )
 def test_what_would_not_be_exact_is_said(ended: list[dict[str, Any]], mode: str, named: str) -> None:
     assert named in ended[0][mode]
+
+
+SITS = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from threading import Timer
+from evener.torch_split import collectives
+collectives.STUCK_SECONDS = 0.5
+rank = int(os.fork() == 0)
+if rank:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+if rank:
+    time.sleep(60)
+collectives.end_when_stuck()
+Timer(0.5, lambda: print("waits", flush=True)).start()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -> None:
+    """gloo's wait doesn't hear of it, and a launcher would kill the rank after 30 s."""
+    command = [sys.executable, "-c", SITS, str(tmp_path / "store")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as child:  # type: ignore[call-overload]
+        try:
+            assert child.stdout.readline() == "waits\n"
+            os.killpg(child.pid, signal.SIGINT)
+            assert child.wait(30) == 130
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+        assert "a call didn't come back for 0.5 s after Ctrl-C" in child.stderr.read()

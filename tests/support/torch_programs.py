@@ -18,6 +18,7 @@ from tests.support import (
     torch_length_programs,
     torch_ranks,
     torch_refused_programs,
+    torch_unlike_programs,
 )
 from tests.support.torch_exact_batches import mean_inside
 from tests.support.torch_program_parts import EXACT, REFUSED, ROWS, data, network, run, weights
@@ -35,6 +36,7 @@ __all__ = [
     "torch_exchange_programs",
     "torch_length_programs",
     "torch_refused_programs",
+    "torch_unlike_programs",
     "weights",
 ]
 

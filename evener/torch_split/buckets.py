@@ -1,0 +1,273 @@
+"""Flat buckets of gradients, and the gradients of passes before one that may have to be computed again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import RequestError
+
+FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
+MOST_PATTERNS = 64  # of flags that a bucket keeps
+
+
+class Bucket:
+    """The gradients of some parameters, one after the other, a flag for each that says whether there is one, a number.
+
+    `places` are the parameters' numbers in their model; `left` counts those whose gradient the pass hasn't given yet.
+    The number is that of the batch, by which ranks see whether they sum the same one.
+    """
+
+    def __init__(self, places: Sequence[int], parameters: Sequence[Any]) -> None:
+        self.places, self._parameters = tuple(places), tuple(parameters)
+        first = parameters[0]
+        sizes = [each.numel() for each in parameters]
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=first.dtype, device=first.device)
+        self._views = _cut(self.flat, parameters)
+        self._numbers = {place: number for number, place in enumerate(places)}
+        self.on_cpu = first.device.type == "cpu"
+        self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
+        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and number
+        self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
+        self._held_views: list[torch.Tensor] = []
+        self._absent: list[int] = []  # without a gradient when it was gathered
+        self.left = len(sizes)
+        self.work: Any = None
+
+    def take(self, place: int) -> None:
+        """Make the gradient of a parameter a view as soon as it is there, while a CPU still has it in its cache."""
+        number = self._numbers[place]
+        parameter, view = self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        if gradient is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
+            return  # the last two kinds are refused as they are gathered
+        if gradient.dtype is not view.dtype:
+            _refuse_type()
+        view.copy_(gradient)
+        parameter.grad = view
+        self._forget(number)
+
+    def gather(self) -> None:
+        """Make gradients views of the bucket, also where zero_grad had set them to None."""
+        gradients = [each.grad for each in self._parameters]
+        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        pairs = zip(gradients, self._views, strict=True)
+        places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
+        if not places:
+            return
+        fresh = [gradients[place] for place in places]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
+            _refuse_graph()
+        views = [self._views[place] for place in places]
+        for place, view in zip(places, views, strict=True):
+            self._parameters[place].grad = view
+        if self._hold is not None:
+            for place in places:
+                self._forget(place)
+        _copy(views, fresh)
+
+    def fold(self, weight: float) -> None:
+        """Apply this weight to the gradients so far, as those that come now have another one."""
+        self.gather()
+        self.weigh(weight, 0)
+        self._hold = self.flat.clone()
+        self._held_views = _cut(self._hold, self._parameters)
+        self.flat.zero_()
+
+    def weigh(self, weight: float, number: int) -> None:
+        """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
+        with torch.no_grad():
+            for place in self._absent:
+                self._views[place].zero_()
+                self._forget(place)
+            if weight == 0.0:
+                self.gradients.zero_()
+            elif weight != 1.0:
+                self.gradients.mul_(weight)
+            self._flags.copy_(self._pattern(number, weight != 0.0))
+            if self._hold is not None:
+                self.flat.add_(self._hold)
+                self._hold, self._held_views = None, []
+
+    def receive(self) -> None:
+        """Wait for the sum. A parameter that only other ranks used has a gradient too; one that none used has none."""
+        self.work.wait()
+        self.work = None
+        if self._absent:
+            used = self._flags.tolist()
+            for place in self._absent:
+                if used[place] != 0:  # also of complex numbers
+                    self._parameters[place].grad = self._views[place]
+
+    def _forget(self, place: int) -> None:
+        """Forget what was kept of a gradient that the loop has dropped."""
+        if self._hold is not None:
+            self._held_views[place].zero_()
+
+    def _pattern(self, number: int, counts: bool) -> torch.Tensor:
+        """A flag for each gradient that is there and `counts`, and the number."""
+        key = (number, counts, *self._absent)
+        if key not in self._patterns:
+            if len(self._patterns) >= MOST_PATTERNS:
+                self._patterns.clear()
+            flags = torch.full((len(self.places) + 1,), float(counts), dtype=self.flat.dtype)
+            flags[self._absent] = 0
+            flags[-1] = number
+            self._patterns[key] = flags.to(self.flat.device)
+        return self._patterns[key]
+
+
+def make_buckets(parameters: Sequence[Any], order: Iterable[int], most_bytes: int) -> list[Bucket]:
+    """Buckets of one type and device each, in the order in which they are full."""
+    made: list[Bucket] = []
+    open_: dict[Any, list[int]] = {}
+    for place in order:
+        kind = parameters[place].dtype, parameters[place].device
+        places = open_.setdefault(kind, [])
+        places.append(place)
+        size = sum(parameters[each].numel() * parameters[each].element_size() for each in places)
+        if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
+            made.append(Bucket(places, [parameters[each] for each in places]))
+            del open_[kind]
+    return made + [Bucket(places, [parameters[each] for each in places]) for places in open_.values()]
+
+
+def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
+    views, start = [], 0
+    for each in parameters:
+        part = flat[start : start + each.numel()]
+        start += each.numel()
+        dense = any(each.is_contiguous(memory_format=kind) for kind in _FORMATS.get(each.ndim, ()))
+        views.append(part.as_strided(each.shape, each.stride()) if dense else part.view(each.shape))
+    return views
+
+
+_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def _refuse_graph() -> NoReturn:
+    raise RequestError(
+        "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
+        "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
+    )
+
+
+def _refuse_type() -> NoReturn:
+    raise RequestError(
+        "The model has changed its type since it was wrapped.", "Call double(), half() or bfloat16() before split.wrap."
+    )
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
+    if any(map(_IS_SPARSE, fresh)):
+        raise RequestError(
+            "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
+            "Leave sparse=True out.",
+        )
+    if fresh[0].dtype is not views[0].dtype:
+        _refuse_type()
+    torch._foreach_copy_(views, fresh)
+
+
+_IS_SPARSE = attrgetter("is_sparse")
+
+
+def warn_of_hooks(parameters: Sequence[Any], own: int) -> None:
+    """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the whole batch's yet."""
+    if any(each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > own for each in parameters):
+        warnings.warn(
+            "A parameter has a hook on its gradient, which gets that of this rank's rows alone: masks and factors are"
+            " exact, clamping isn't. Change gradients after backward().",
+            stacklevel=2,
+        )
+
+
+class SeenNumber:
+    """The sum over the ranks of the numbers of their batches, beside what it should be."""
+
+    def __init__(self, total: torch.Tensor, expected: int) -> None:
+        self._total, self._expected, self._event = total.to("cpu", non_blocking=True, copy=True), expected, None
+        if total.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """True if the sum can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def is_right(self) -> bool:
+        """True if all ranks had the same number."""
+        return float(self._total) == self._expected
+
+
+class Held:
+    """Gradients of earlier passes while a pass is computed that may have to be computed again.
+
+    If rows depend on random draws or on one another (`late`), nothing of a pass may stay if it fails. Otherwise each
+    gradient that is there is the whole pass's, and is final: a second try leaves it as it is.
+    """
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters = parameters
+        self._final: bytearray | None = None  # of the failed pass
+        self._kept: list[Any] | None = None  # gradients from before the pass
+        self.opened = self.late = self.apart = False
+
+    @property
+    def is_final(self) -> bool:
+        """True while the rows of a failed pass are computed again, except for gradients that are already there."""
+        return self._final is not None
+
+    def open(self, dependent: bool) -> None:
+        """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
+        self.opened, self.late = True, dependent or self._final is not None
+        self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
+        if self.apart:
+            self._kept = [each.grad for each in self._parameters]
+            for each in self._parameters:
+                each.grad = None
+
+    def merge(self, fired: bytearray) -> None:
+        """Add the pass's gradients to those that were kept, except for final ones."""
+        if self._kept is None:
+            return
+        sums: list[Any] = []
+        added: list[Any] = []
+        final = self._final or bytes(len(fired))
+        for place, (parameter, kept) in enumerate(zip(self._parameters, self._kept, strict=True)):
+            if parameter.grad is not None and kept is not None and not final[place]:
+                sums.append(kept)
+                added.append(parameter.grad)
+            if kept is not None:
+                parameter.grad = kept
+        self._kept = None
+        if sums:
+            with torch.no_grad():
+                torch._foreach_add_(sums, added)
+
+    def close(self) -> None:
+        """Finish a complete pass."""
+        self.opened = self.late = self.apart = False
+
+    def settle(self) -> None:
+        """Forget a failed pass whose rows are now all computed."""
+        self._final = None
+
+    def fail(self, fired: bytearray) -> None:
+        """Undo the pass, or remember what of it is final."""
+        if self._kept is not None:
+            for parameter, kept in zip(self._parameters, self._kept, strict=True):
+                parameter.grad = kept
+            self._kept = None
+        elif self.late:
+            for parameter, done in zip(self._parameters, fired, strict=True):
+                if done:
+                    parameter.grad = None
+        elif self.opened:
+            self._final = bytearray(fired)
+        self.close()

@@ -1,0 +1,165 @@
+"""Checks of an optimizer before its step: gradients are those of the whole batch, and memory has room for it.
+
+LBFGS also goes by the loss that its closure returns: ranks get that of the whole batch, and so take the same steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import DeviceError, RequestError
+from ..training.retreat import say
+from .exchange import list_exchanges
+from .retry import describe_memory, drop_frames, free_memory, is_out_of_memory, runs_short
+
+
+class OptimizerCheck:
+    """Looks at each optimizer of the process before its first step, and again when it has other parameters.
+
+    `trainer` gives the BatchWeights of the batch that is trained on.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Callable[[], Any] = lambda: None
+        self.steps_schedules = True  # once for a batch, where accelerate steps them once for each process
+        self._watched: set[type] = set()
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if runs_short():
+            spare_memory(optimizer)
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+        if closure is None:  # else its backward passes follow
+            check_summed(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        trainer = self.trainer()
+        known, by_loss = self._counts.get(optimizer) == count, isinstance(optimizer, LBFGS)
+        if (known and not by_loss) or trainer is None or not trainer.is_training():
+            return None
+        if closure is None:
+            return self._look(optimizer, count, trainer)
+
+        def checked() -> Any:
+            loss = closure()
+            if not known:
+                self._look(optimizer, count, trainer)
+            return trainer.average(loss, optimizer.param_groups[0]["params"][0].device) if by_loss else loss
+
+        if len(arguments) > 1:
+            return (arguments[0], checked, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": checked}
+
+    def _look(self, optimizer: Any, count: int, trainer: Any) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
+        if trained:
+            trainer.check_trained(trained)
+            check_memory(optimizer, trained)
+            self._counts[optimizer] = count
+            self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """accelerate steps a schedule once for each process, as if each had a whole batch: here once for a batch."""
+        kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+        if kind is None or kind in self._watched or not self.steps_schedules:
+            return
+        self._watched.add(kind)
+        step = kind.step
+
+        def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
+            if any(getattr(each, "optimizer", each) in self._counts for each in schedule.optimizers):
+                schedule.split_batches = True  # accelerate's word for a batch that all processes share
+            step(schedule, *arguments, **keywords)
+
+        kind.step = step_once
+
+
+OPTIMIZER_CHECK = OptimizerCheck()
+
+
+_STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}  # as large as a parameter
+
+
+def check_memory(optimizer: Any, trained: list[Any]) -> None:
+    """DeviceError if memory has no room for the optimizer's state: its first step would end with some weights moved."""
+    if optimizer.state:
+        return
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    tensors = _STATE_TENSORS.get(type(optimizer).__name__, 0) or int(momentum)
+    if not _memory_holds(trained, tensors):
+        size = tensors * sum(each.numel() * each.element_size() for each in trained) / 2**30
+        raise DeviceError(
+            f"There is no room for the {size:.1f} GiB of {type(optimizer).__name__}'s state, which its first step"
+            f" makes: {describe_memory(trained[0].device)}. No weight was changed.",
+            "Take smaller passes (evener balance --micro), or an optimizer with less state.",
+        )
+    spare_memory(optimizer, tensors)
+
+
+def spare_memory(optimizer: Any, tensors: int = 0) -> None:
+    """Have a step update one parameter after the other where temporaries of all at once find no room.
+
+    `tensors` as large as the parameters are made by the step too. A step that ran out of memory would leave some moved.
+    """
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.grad is not None]
+        at_once = group.get("foreach", False)
+        if at_once is None:  # as PyTorch decides
+            at_once = all(each.is_cuda for each in trained)
+        if trained and at_once and not group.get("fused") and not _memory_holds(trained, tensors + 1):
+            group["foreach"] = False
+            say(f"evener: memory is short, so {type(optimizer).__name__} updates one parameter after the other.")
+
+
+def _memory_holds(parameters: list[Any], tensors: int) -> bool:
+    """True if memory has room for as many tensors as large as each parameter."""
+    for last in (False, True):
+        held: list[torch.Tensor] = []
+        try:
+            held += (torch.empty_like(each) for each in parameters for _ in range(tensors))
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+        finally:
+            del held
+        if not last:
+            free_memory(parameters[0].device)
+    return False
+
+
+_applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()  # sums at the last step
+
+
+def check_summed(optimizer: Any) -> None:
+    """RequestError if a step would apply gradients of this rank's rows alone."""
+    exchanges = list_exchanges()
+    before = _applied.get(optimizer)
+    _applied[optimizer] = {id(each): each.sums for each in exchanges}
+    if not any(each.waits for each in exchanges):
+        return
+    applied = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    exchanges = [each for each in exchanges if each.has_any(applied)]
+    if any(each.unsummed for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients that weren't summed over the ranks: their backward pass was"
+            " under no_sync, or isn't the batch's last.",
+            "Leave the last backward pass before each optimizer step out of no_sync, also at the end of an epoch.",
+        )
+    new = before is None or any(each.sums > before.get(id(each), 0) for each in exchanges)
+    if not new and any(each.waits for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients of a wrapped model that weren't summed over the ranks: they came"
+            " by torch.autograd.grad or torch.func, or from a loss that isn't computed from what the model returns.",
+            "Call backward() on a loss of what the model returns, and return auxiliary losses with it.",
+        )

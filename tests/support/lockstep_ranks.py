@@ -1,0 +1,76 @@
+"""Ranks whose own work is a script, in one process: what a Rebalancing on each makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evener.plan.file import Share
+from evener.torch_split.own_work import TimedStep
+from evener.torch_split.planned import Rebalancing
+from evener.torch_split.ranks import RankShares
+
+OwnWork = Callable[[int, int, int], float]  # seconds of a rank with as many rows in a step
+
+
+class Post:
+    """A process group of all ranks, which sums once the last of them has given its figures."""
+
+    def __init__(self, world: int) -> None:
+        self._world, self._given = world, list[torch.Tensor]()
+
+    def allreduce(self, figures: list[torch.Tensor]) -> Any:
+        self._given += figures
+        if len(self._given) == self._world:
+            total = torch.stack(self._given).sum(0)
+            for each in self._given:
+                each.copy_(total)
+            self._given = []
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Timer:
+    """Has the steps of a rank."""
+
+    def __init__(self) -> None:
+        self.steps: list[TimedStep] = []
+
+    def last(self, count: int) -> list[TimedStep]:
+        return self.steps[-count:]
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch, batches: Sequence[int], steps: int, own: OwnWork, retreats: dict[int, int]
+) -> list[tuple[int, ...]]:
+    """The shares of each step; in the steps of `retreats`, that rank runs out of memory."""
+    post = Post(len(batches))
+    monkeypatch.setattr(dist, "new_group", lambda **_: post)
+    total, ranks = sum(batches), list[Any]()
+    for rank, _ in enumerate(batches):
+        shares = tuple(Share(f"sim:{i}", i, f"sim {i}", rows, rows / total) for i, rows in enumerate(batches))
+        found = RankShares(rank, tuple(batches), tuple(batches), (1,) * len(batches), shares, "a", "b")
+        training: Any = SimpleNamespace(
+            shares=found,
+            timer=Timer(),
+            reporter=SimpleNamespace(retreats=0, changes=[]),
+            listeners=[],
+            weights=SimpleNamespace(computes_at_once=False),
+        )
+        training.rebalancing = Rebalancing(training)
+        ranks.append(training)
+    seen = []
+    for step in range(steps):
+        sizes = ranks[0].shares.batches
+        assert all(each.shares.batches == sizes for each in ranks)
+        seen.append(sizes)
+        works = [own(step, rank, sizes[rank]) for rank in range(len(ranks))]
+        for rank, training in enumerate(ranks):
+            training.reporter.retreats += retreats.get(step) == rank
+            training.timer.steps.append(TimedStep(sizes, works[rank], max(works) - works[rank], 0.0, max(works), 0.0))
+            training.rebalancing.after_step(sizes)
+    return seen

@@ -1,0 +1,379 @@
+"""Loops that take gradients apart from the usual way: exact, or refused where ranks would learn something else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from tests.support.torch_exchange_programs import Answer, Hiding, Step, adamw, fit, plain
+from tests.support.torch_program_parts import (
+    CLASSES,
+    WIDTH,
+    exact,
+    network,
+    own_ddp,
+    refused,
+    sgd,
+    split_by,
+    split_in_passes,
+    update,
+    weights,
+)
+
+Shares = tuple[int, ...]
+
+
+def accumulate(shares: Shares, rows: TensorDataset, net: nn.Module, loss: Any, window: int = 2) -> list[torch.Tensor]:
+    """Windows of batches; what an epoch leaves over is applied too."""
+    split = split_by(shares)
+    model, loader = split.wrap(net.double()), split.loader(rows)
+    optimizer = adamw(model)
+    for _ in range(2):
+        for number, (inputs, labels) in enumerate(loader, 1):
+            ends = number % window == 0 or number == len(loader)
+            with nullcontext() if ends else split.no_sync(model):
+                (loss(model(inputs), labels) / window).backward()
+            if ends:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [torch.view_as_real(each) if each.is_complex() else each for each in weights(model)]
+
+
+class Scaled(nn.Module):
+    """Returns a parameter itself beside its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = network(), nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": self.net(inputs), "scale": self.scale}
+
+
+@exact
+def a_parameter_among_the_outputs(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    return accumulate(
+        shares, rows, Scaled(), lambda made, labels: F.cross_entropy(made["scores"] * made["scale"], labels)
+    )
+
+
+@exact
+def hidden_outputs_in_windows_of_unequal_batches(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    return accumulate(shares, rows, Hiding(), lambda made, labels: F.cross_entropy(made.scores, labels))
+
+
+@exact
+def complex_weights_in_windows(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.first = nn.Linear(WIDTH, 6, dtype=torch.complex128)
+            self.last = nn.Linear(6, CLASSES)
+
+        def double(self) -> Any:
+            self.last.double()
+            return self
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.last(torch.tanh(self.first(inputs.to(torch.complex128))).abs())
+            return made
+
+    return accumulate(shares, rows, Waves(), F.cross_entropy, window=4)
+
+
+@exact
+def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.extra, self.step = network(), nn.Linear(WIDTH, CLASSES).double(), 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            made: torch.Tensor = self.net(inputs) + (self.extra(inputs) if 4 <= self.step < 8 else 0)
+            return made
+
+    torch.manual_seed(4)
+    return fit(shares, rows, Late(), plain, bucket_cap_mb=0.0001)
+
+
+@exact
+def parametrized_layers(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    net = network()
+    parametrizations.weight_norm(net[0])
+    parametrizations.orthogonal(net[2])
+    return fit(shares, rows, net, plain)
+
+
+@exact
+def averages_of_a_model_that_was_taken_over(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(own_ddp(split, network()))
+    optimizer, teacher = sgd(model), copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for inputs, _ in split.loader(rows):
+        with torch.no_grad():
+            target = teacher(inputs).softmax(1)
+        update(optimizer, F.cross_entropy(model(inputs), target))
+        average.update_parameters(model)
+    return weights(model, average)
+
+
+def by_step(step: Step) -> Callable[[Shares, TensorDataset], list[torch.Tensor]]:
+    return lambda shares, rows: fit(shares, rows, network(), step)
+
+
+@exact
+def sharpness_aware(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        parameters = list(model.parameters())
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        moves = [each.grad * (0.1 / norm) for each in parameters]
+        torch._foreach_add_([each.data for each in parameters], moves)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        torch._foreach_sub_([each.data for each in parameters], moves)
+        optimizer.step()
+
+    return by_step(step)(shares, rows)
+
+
+@exact
+def penalties_with_backward_passes_of_their_own(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (0.1 * sum(each.square().sum() for each in model.parameters())).backward()
+        F.cross_entropy(model(inputs).mul_(2), labels).backward()
+        (0.1 * sum(each.abs().sum() for each in model.parameters())).backward()
+        optimizer.step()
+
+    return by_step(step)(shares, rows)
+
+
+@exact
+def called_as_a_function_of_its_weights(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """And with gradients once more, only to log."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        outputs = torch.func.functional_call(model, dict(model.named_parameters()), (inputs,))
+        optimizer.zero_grad()
+        F.cross_entropy(outputs, labels).backward()
+        model(inputs).argmax(1)
+        optimizer.step()
+
+    return by_step(step)(shares, rows)
+
+
+@exact
+def one_optimizer_of_two_models_in_turn(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    first, second = split.wrap(network(WIDTH)), split.wrap(network())
+    optimizer = adamw(nn.ModuleList([first, second]))
+    for number, (inputs, labels) in enumerate(split.loader(rows)):
+        optimizer.zero_grad(set_to_none=False)
+        hidden = first(inputs)
+        loss = F.cross_entropy(second(hidden.detach()), labels) if number % 2 else (hidden - inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+    return weights(first, second)
+
+
+def by_split_step(
+    shares: Shares, rows: TensorDataset, compute: Callable[[Any, Any], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Two batches to a window, the first one without a sum, by a GradScaler whose scale overflows once."""
+    split = split_in_passes(shares)
+    model = split.wrap(network())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def scaled(factor: float, part: Any) -> Any:
+        return scaler.scale(compute(model, part)) * factor
+
+    for number, batch in enumerate(split.loader(rows)):
+        with nullcontext() if number % 2 else split.no_sync(model):
+            factor = float("inf") if number == 2 else 0.5
+            split.step(batch, partial(scaled, factor))
+        if number % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [*weights(model), torch.tensor(scaler.get_scale())]
+
+
+@exact
+def split_step_in_windows_with_a_gradient_penalty(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def compute(model: Any, part: Any) -> torch.Tensor:
+        points = part.batch[0].clone().requires_grad_()
+        outputs = model(points)
+        (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
+        made: torch.Tensor = F.cross_entropy(outputs, part.batch[1]) + ((slope.norm(dim=1) - 1) ** 2).mean()
+        return made
+
+    return by_split_step(shares, rows, compute)
+
+
+@exact
+def a_gan_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_in_passes(shares)
+    generator, critic = split.wrap(network(WIDTH)), split.wrap(network(1))
+    first, second = sgd(generator), sgd(critic)
+
+    def judge(part: Any) -> torch.Tensor:
+        fake = generator(part.batch[0].sin()).detach()
+        made: torch.Tensor = F.softplus(-critic(part.batch[0])).mean() + F.softplus(critic(fake)).mean()
+        return made
+
+    for batch in split.loader(rows):
+        second.zero_grad()
+        split.step(batch, judge)
+        second.step()
+        first.zero_grad()
+        split.step(batch, lambda part: F.softplus(-critic(generator(part.batch[0].sin()))).mean())
+        first.step()
+    return weights(generator, critic)
+
+
+@refused("weren't summed over the ranks: their backward pass was under no_sync")
+def what_an_epoch_leaves_over_without_a_sum(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for number, (inputs, labels) in enumerate(split.loader(rows), 1):
+        with nullcontext() if number % 4 == 0 else split.no_sync(model):
+            F.cross_entropy(model(inputs), labels).backward()
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.step()
+    return weights(model)
+
+
+@refused("different batches: one has left a batch out")
+def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for number, (inputs, labels) in enumerate(split.loader(rows)):
+        loss = F.cross_entropy(model(inputs), labels)
+        if not (loss * (float("nan") if number == 3 and split.rank == 1 else 1.0)).isfinite():
+            continue
+        update(optimizer, loss)
+    return weights(model)
+
+
+@refused("part of its gradients were on their way")
+def errors_that_the_loop_goes_on_after(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.last, self.step = network(6), nn.Linear(6, CLASSES).double(), 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            hidden = self.net(inputs)
+            if self.step == 4 and hidden.requires_grad:
+                hidden.register_hook(fail)
+            made: torch.Tensor = self.last(hidden)
+            return made
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("an error of the program's own")
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        try:
+            plain(model, optimizer, inputs, labels)
+        except ValueError:
+            optimizer.zero_grad()
+
+    return fit(shares, rows, Net(), step, bucket_cap_mb=0.0001)
+
+
+def in_turns(shares: Shares, rows: TensorDataset, other: Step) -> list[torch.Tensor]:
+    """Two usual steps, then another kind."""
+    steps = iter([plain, plain])
+    return by_step(lambda *given: next(steps, other)(*given))(shares, rows)
+
+
+@refused("torch.autograd.grad")
+def gradients_that_are_not_accumulated(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        parameters = list(model.parameters())
+        made = torch.autograd.grad(F.cross_entropy(model(inputs), labels), parameters)
+        for each, gradient in zip(parameters, made, strict=True):
+            each.grad = gradient
+        optimizer.step()
+
+    return in_turns(shares, rows, step)
+
+
+@refused("torch.func")
+def gradients_by_a_function_transform(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        def loss(parameters: Any) -> torch.Tensor:
+            return F.cross_entropy(torch.func.functional_call(model, parameters, (inputs,)), labels)
+
+        made = torch.func.grad(loss)(dict(model.named_parameters()))
+        for name, each in model.named_parameters():
+            each.grad = made[name].detach()
+        optimizer.step()
+
+    return in_turns(shares, rows, step)
+
+
+@refused("return auxiliary losses with it")
+def a_loss_that_the_model_keeps(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.loss: Any = None
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.loss = self.net[0](inputs).square().mean()
+            made: torch.Tensor = self.net(inputs)
+            return made
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        model(inputs)
+        update(optimizer, model.module.loss)
+
+    steps = iter([plain, plain])
+    return fit(shares, rows, Kept(), lambda *given: next(steps, step)(*given))
+
+
+@refused("hides its tensors")
+def hidden_outputs_of_a_reentrant_checkpoint(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    class Recomputed(Hiding):
+        def forward(self, inputs: torch.Tensor) -> Answer:
+            return Answer(checkpoint(self.net[1:], self.net[0](inputs), use_reentrant=True))
+
+    return fit(
+        shares,
+        rows,
+        Recomputed(),
+        lambda model, optimizer, x, y: update(optimizer, F.cross_entropy(model(x).scores, y)),
+    )
+
+
+@refused("changed its type since it was wrapped")
+def another_type_after_wrap(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network().float()).double()
+    for batch in split.loader(rows):
+        plain(model, sgd(model), *batch)
+    return weights(model)
