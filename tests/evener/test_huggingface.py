@@ -45,7 +45,7 @@ REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
     "batch_rebalance": "batch_rebalance",
     "rows that are generated": "generates the rows",
-    "no trainer": "no Trainer class",
+    "no trainer": "a Trainer class",
     "a plan and ratios": "the plan has its own ratios",
     "no plan": "start the script with evener launch",
     "experts in passes": "output_router_logits=False",
