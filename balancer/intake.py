@@ -10,11 +10,11 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import cast
 
 import msgspec
 
-from evener.devices.backend import Discovery
 from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover, find_others
@@ -26,7 +26,7 @@ from evener.workloads import registry
 
 from .families import FAMILIES, Family, PackMode, Placement, find_families
 from .journal import Header
-from .objectives import OBJECTIVES, Objective, find_objective
+from .objectives import OBJECTIVES, find_objective
 from .probes.launch_plan import ONE_PROCESS
 from .request import ENGINES, INPUTS, MICROS, PRECISIONS, Job, Request
 from .result.words import refuse
@@ -43,25 +43,15 @@ MOST_DEVICES = 1024
 def take_in(request: Request) -> Job:
     """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
     check_request(request)
-    objective = find_objective(request.objective)
     found = discover(request.devices, ray_address=request.ray_address)
-    hosts = len({device.host for device in found.devices})
     name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
-    for fault in _find_misfits(request, objective, entry.framework, found, hosts, settings):
+    largest = entry.largest_share if found.machine is None else None
+    job = Job(request, found.devices, name, entry.framework, largest, found.notes, found.machine, found.driver)
+    for fault in chain(_find_wrong_sizes(job.problem), _find_misfits(job, settings)):
         raise refuse(fault)
-    if found.machine is not None:
-        own = (f"{name} was not run: {NOT_RUN}",) if ":" in name else ()
-        notes, largest = (*own, *found.notes, SIMULATED), None
-    else:
-        notes, largest = (
-            (*found.notes, *check_hosts(group_by_host(found.devices), entry.framework)),
-            entry.largest_share,
-        )
-    job = Job(request, found.devices, name, entry.framework, largest, notes, found.machine, found.driver)
-    check_problem(job.problem)
-    return job
+    return msgspec.structs.replace(job, notes=_find_notes(job))
 
 
 def read_job(header: Header) -> Job:
@@ -71,26 +61,25 @@ def read_job(header: Header) -> Job:
     return header.job
 
 
-def _find_misfits(
-    request: Request, objective: Objective, framework: str, found: Discovery, hosts: int, settings: object
-) -> Iterator[Finding]:
-    """Options and settings that these devices or this framework can't follow."""
-    if found.machine is not None:
+def _find_misfits(job: Job, settings: object) -> Iterator[Finding]:
+    """Options and settings that the devices or the framework can't follow."""
+    request, devices = job.request, job.devices
+    if job.machine is not None:
         for name, option in REAL_ALONE.items():
             if getattr(request, name) != getattr(Request(), name):
                 yield Finding("request.simulated", {"option": option})
     if request.engine != "auto":
-        yield from _find_engine_misfits(request.engine, framework, found.devices, hosts)
-    if objective.needs_energy:
-        yield from _find_silent_meters(found.devices, found.machine)
+        yield from _find_engine_misfits(request.engine, job.framework, devices)
+    if find_objective(request.objective).needs_energy:
+        yield from _find_silent_meters(devices, job.machine)
     yield from _find_unwritable(settings)
 
 
-def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device], hosts: int) -> Iterator[Finding]:
+def _find_engine_misfits(engine: str, framework: str, devices: Sequence[Device]) -> Iterator[Finding]:
     """What keeps the engine from training in this framework on these devices."""
     if framework != "tensorflow":
         yield Finding("request.engine_framework", {"engine": engine, "framework": framework})
-    if engine in ONE_PROCESS and hosts > 1:
+    if engine in ONE_PROCESS and len({device.host for device in devices}) > 1:
         yield Finding("request.engine_hosts", {"engine": engine})
     if engine in ONE_PROCESS:
         for device in devices:
@@ -114,6 +103,14 @@ def _find_silent_meters(devices: Sequence[Device], machine: Machine | None) -> I
             yield Finding("request.no_energy")
         if machine is not None and machine.devices[position].power_watts is None:
             yield Finding("request.no_watts", {"device": device.label})
+
+
+def _find_notes(job: Job) -> tuple[str, ...]:
+    """Notes on the devices and what runs on them; RequestError or DeviceError if a host can't train on its own."""
+    if job.machine is None:
+        return (*job.notes, *check_hosts(group_by_host(job.devices), job.framework))
+    own = (f"{job.workload} was not run: {NOT_RUN}",) if ":" in job.workload else ()
+    return (*own, *job.notes, SIMULATED)
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:

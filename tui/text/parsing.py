@@ -77,10 +77,10 @@ def make_request(
         fields["noise_scale"], own_batch = _parse_noise_scale(noise_scale)
         fields["own_batch"] = own_batch if fields.get("own_batch") is None else fields["own_batch"]
     return Request(
-        workload=workload,
-        framework=framework or _default_framework(workload),
         settings=parse_settings(settings or []),
         budget_seconds=parse_budget(budget),
+        workload=workload,
+        framework=framework or _default_framework(workload),
         input=inputs,
         **fields,
     )
