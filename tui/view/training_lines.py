@@ -288,7 +288,7 @@ def _power(values: Values) -> Graph:
 
 def _noise(noise: NoiseScale, values: Values) -> Graph:
     top, least = nice_ceiling(_highest([values])), "at least " * (noise.high >= ENDLESS)
-    return Graph("noise scale", f"{least}{write_rows(_newest(values))} rows", values, top, short(top), "accent")
+    return Graph("noise scale", f"{least}{write_rows(noise.safe_rows)} rows", values, top, short(top), "accent")
 
 
 def _whole(row: TrainingRow, values: Values) -> Graph:
