@@ -20,7 +20,7 @@ from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .machine_model import MachineModel
 from .model.memory import Memory
-from .ranking import TIE
+from .ranking import TIE, throughput
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
 WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller
@@ -58,7 +58,7 @@ class Packing:
         enough = max(ENOUGH, self._problem.tolerance)
         size = best_size({size: rate for size, rate in self._rates.items() if size > 1}, enough)
         ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
-        return max(ran, key=lambda seen: seen.samples_per_second).probe.layout if ran else None
+        return max((seen.probe.layout for seen in ran), key=self._rate_of, default=None)
 
     @property
     def still_gains(self) -> bool:
@@ -89,12 +89,16 @@ class Packing:
         """Combined samples/s by number of trainings; None where they failed and no smaller batch is worth trying."""
         rates: dict[int, float | None] = {1: self._rate}
         for size, tries in self._by_size.items():
-            timed = [seen.samples_per_second for seen in tries if isinstance(seen, Timed)]
+            timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
             if timed:
                 rates[size] = max(timed)
             elif not self._may_retreat(size):
                 rates[size] = None
         return rates
+
+    def _rate_of(self, layout: Layout) -> float:
+        """Samples/s by all turns of a pack: a later check may refute the figure it was chosen by."""
+        return throughput(self._model.seen.turns(layout)).value
 
     def _may_retreat(self, size: int) -> bool:
         tries = self._by_size.get(size, [])
