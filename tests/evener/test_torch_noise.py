@@ -84,6 +84,14 @@ def test_one_process_compares_the_passes_of_a_step(name: str) -> None:
     assert all(map(torch.equal, without, with_noise))
 
 
+@pytest.mark.slow
+def test_a_trainer_in_one_process_compares_what_it_accumulates(trainer_ranks: Callable[..., list[Any]]) -> None:
+    pytest.importorskip("transformers")
+    (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", world=1)
+    assert found["samples"] > 100
+    assert found["low"] < programs.true_noise_scale(programs.network(), programs.data()) < found["high"]
+
+
 def test_steps_of_one_pass_are_refused() -> None:
     with pytest.raises(RequestError, match="one process takes each step in one pass"):
         programs.learn({"shares": (8,)}, noise=True)

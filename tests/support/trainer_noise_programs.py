@@ -58,7 +58,15 @@ def huggingface(folder: Path, rank: int) -> None:
     save(folder, rank, train_huggingface, exact, train_accelerate)
 
 
-def train_huggingface(accumulated: int, steps: int, rate: float = 0.0, noise: bool = True) -> Learned:
+def one_process(folder: Path, rank: int) -> None:
+    """transformers' Trainer, which accumulates two batches."""
+    torch.set_num_threads(1)
+    torch.save(train_huggingface(2, 120, shares=(64,))[0], folder / f"{rank}.pt")
+
+
+def train_huggingface(
+    accumulated: int, steps: int, rate: float = 0.0, noise: bool = True, shares: tuple[int, ...] = SHARES
+) -> Learned:
     from transformers import Trainer, TrainingArguments
 
     from evener.huggingface import with_plan
@@ -79,7 +87,7 @@ def train_huggingface(accumulated: int, steps: int, rate: float = 0.0, noise: bo
             save_strategy="no",
             logging_strategy="no",
         )
-        planned = with_plan(Trainer, ratios=SHARES, global_batch=sum(SHARES), noise=noise)
+        planned = with_plan(Trainer, ratios=shares, global_batch=sum(shares), noise=noise)
         trainer = planned(model=Classifier(), args=arguments, train_dataset=rows)
         set_up(trainer._planned.noise)
         torch.manual_seed(0)
