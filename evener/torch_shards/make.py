@@ -13,6 +13,7 @@ from ..shares.whole_rows import check_ratios
 from ..torch_split.collectives import is_equal_everywhere, own_collectives
 from ..torch_split.exchange import register
 from ..torch_split.planned import PlannedTraining
+from ..torch_split.ranks import return_memory
 from ..torch_split.retry import advise
 from ..torch_split.wrapped import (
     check_exchange,
@@ -53,6 +54,8 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
 
 def cut_model(model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None) -> Sharded:
     """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
+    if place.device.type == "cpu":
+        return_memory()
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -28,6 +28,7 @@ from ..training.launched import abort_on_device_error, find_host, launched_devic
 from ..training.share_order import RankInfo, check_agreement, order_shares
 
 MOST_FETCHING_THREADS = 8
+LARGE_BYTES = 1 << 18  # of a piece of memory that is returned when it is freed, where units are gathered
 _ALLOWED = allowed_cpus()  # before any slice was settled on
 _GATHERINGS = count()  # every rank counts alike
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -138,6 +139,12 @@ def _keep_memory() -> None:
         library = ctypes.CDLL(None)
         for option, value in ((_MMAP_THRESHOLD, 2**31 - 1), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
             library.mallopt(option, value)
+
+
+def return_memory() -> None:
+    """Let glibc return large pieces as they are freed: gathered units would leave gaps as large as the model."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
