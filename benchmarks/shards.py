@@ -29,8 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_steps import GPU, WORDS, Decoder, start
 from evener.errors import DeviceError
-from evener.torch_shards.ledger import count_gathered
-from evener.torch_shards.units import choose_units
+from evener.torch_shards.unit import choose_units, count_gathered
 from evener.torch_split import Split
 
 LENGTH = 256 if GPU else 16

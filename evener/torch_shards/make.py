@@ -24,10 +24,9 @@ from ..torch_split.wrapped import (
     model_digest,
 )
 from .flat import ShardPlace
-from .ledger import count_gathered
 from .optimizers import look_after
 from .sharded import Sharded
-from .units import choose_units
+from .unit import choose_units, count_gathered
 
 _MEET = "meet in each unit of a sharded model"
 

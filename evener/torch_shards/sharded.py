@@ -19,8 +19,7 @@ from ..errors import RequestError
 from ..torch_rows.structure import each_tensor, tensors_in
 from ..torch_split.collectives import own_collectives
 from .flat import ShardPlace
-from .ledger import Ledger
-from .unit import Unit, find_parameters
+from .unit import Ledger, Unit, find_parameters
 
 _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)  # outputs without tensors
 

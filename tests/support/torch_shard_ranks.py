@@ -13,8 +13,7 @@ import torch
 from safetensors import safe_open
 
 from evener.torch_shards import checkpoint as checkpoint_module
-from evener.torch_shards.ledger import count_gathered
-from evener.torch_shards.units import choose_units
+from evener.torch_shards.unit import choose_units, count_gathered
 from tests.support.torch_shard_programs import (
     CASES,
     PARTS,
