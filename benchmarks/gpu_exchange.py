@@ -1,11 +1,12 @@
 """Trainings that really run out of memory, or whose rank ends: `python -m benchmarks.gpu_exchange`.
 
-    python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [--ranks 2] [--json FILE]
+    python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [overflow] [--ranks 2] [--json FILE]
 
 `caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one process.
 `neighbour`: another program takes most of the last rank's GPU in the middle of a training. `kill`, `interrupt`: by
-torchrun, a rank is killed, or Ctrl-C comes, while another computes its pass again. Steps beside
-DistributedDataParallel's are in benchmarks/gpu_steps.py.
+torchrun, a rank is killed, or Ctrl-C comes, while another computes its pass again. `overflow`: one of two ranks
+overflows in float16, and both leave that step out. Steps beside DistributedDataParallel's are in
+benchmarks/gpu_steps.py.
 """
 
 from __future__ import annotations
@@ -139,6 +140,35 @@ def take_memory(left: float) -> subprocess.Popen[str]:
     return other
 
 
+def overflow_on_one(_: float) -> dict[str, Any]:
+    """Eight steps with a GradScaler; in the fourth the last rank's scaled loss is above what float16 holds."""
+    split = Split(ratios=[3, 1], global_batch=32)
+    model, loss = split.wrap(Decoder(64, 2)), nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler(split.device.type, init_scale=1024.0)
+    words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (8 * 32, LENGTH)))
+    sums, scales = [], []
+    for step, (rows,) in enumerate(split.loader(words, shuffle=False)):
+        kind = torch.float16 if GPU else torch.bfloat16
+        with torch.autocast(split.device.type, kind):
+            made = loss(model(rows).flatten(0, 1), rows.flatten())
+        over = step == 3 and split.rank == split.world - 1
+        optimizer.zero_grad()
+        scaler.scale(made * (float("inf") if over else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        sums.append(float(sum(each.detach().double().sum() for each in model.parameters())))
+        scales.append(scaler.get_scale())
+    return {
+        "rank": split.rank,
+        "left out": [i for i in range(1, 8) if sums[i] == sums[i - 1]],
+        "sums": sums,
+        "scales": scales,
+    }
+
+
 def retry_for_ever(_: float) -> None:
     """The second rank computes its pass again and again; the first one ends meanwhile, if that is its part."""
     torch.set_num_threads(1)
@@ -196,6 +226,7 @@ def end_beside_a_retry(how: str) -> dict[str, Any]:
 RANKS: dict[str, Callable[[float], Any]] = {
     "caps": train_capped,
     "neighbour": meet_neighbour,
+    "overflow": overflow_on_one,
     "retry": retry_for_ever,
 }
 
@@ -228,6 +259,9 @@ def main() -> None:
             found[name] = [run("caps", 2, "--cap", str(cap)) for cap in options.caps]
         elif name == "neighbour":
             found[name] = run("neighbour", options.ranks)
+        elif name == "overflow":
+            found[name] = run("overflow", 2)
+            assert len({json.dumps({**each, "rank": 0}) for each in found[name]}) == 1, "the ranks differ"
         else:
             found[name] = end_beside_a_retry(name)
         print(json.dumps({name: found[name]}), flush=True)
