@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceError, EvenerError, PlanError, RequestError
-from ..plan.check import check_fit, check_global_batch, describe
+from ..plan.check import check_fit, describe
 from ..plan.file import Plan, Share, load_plan
-from ..shares.whole_rows import apportion, batch_in_one_pass, check_ratios, count_passes
+from ..shares.whole_rows import apportion, batch_in_one_pass, count_passes
 from ..system.cores import allowed_cpus, core_groups, slice_cores
 from ..training.launched import abort_on_device_error, find_host, launched_device, launched_plan
-from ..training.share_order import RankInfo, check_agreement, order_shares
+from ..training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
 
 MOST_FETCHING_THREADS = 8
 LARGE_BYTES = 1 << 18  # of a piece of memory that is returned when it is freed, where units are gathered
@@ -368,7 +368,7 @@ def _share_by_ratios(
     device: Any,
 ) -> RankShares:
     """The shares by the ratios, or as even as can be; RequestError if there isn't one for each process."""
-    batches = _ratio_batches(ratios, global_batch, stand.world)
+    batches = divide_by_ratios(ratios, global_batch, stand.world)
     own = RankInfo(
         machine=socket.gethostname(),
         host="",
@@ -382,27 +382,6 @@ def _share_by_ratios(
     shares = (_unplanned_share(device, gpus),) * stand.world
     script, passes = os.path.basename(sys.argv[0]), (1,) * stand.world
     return RankShares(stand.rank, batches, batches, passes, shares, script, ranks[0].training, device=device)
-
-
-def _ratio_batches(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
-    if global_batch is None:
-        raise RequestError(
-            "Neither a plan nor a global batch is given.",
-            "Give Split(plan) or Split(global_batch=N), or start the script with evener launch.",
-        )
-    chosen = [1.0] * world if ratios is None else list(ratios)
-    check_ratios(chosen)
-    if min(chosen) <= 0:
-        raise RequestError(
-            f"A ratio of {min(chosen)} leaves a process without work.", "Start no process for a device left out."
-        )
-    if len(chosen) != world:
-        raise RequestError(
-            f"There are {len(chosen)} ratios, but {world} processes take part.",
-            f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} ratios.",
-        )
-    check_global_batch(global_batch, world)
-    return apportion(global_batch, chosen)
 
 
 def _unplanned_share(device: Any, gpus: dict[str, int]) -> Share:

@@ -1,4 +1,7 @@
-"""The owners of a plan's shares: a process finds its own by its host and device, never by its rank. Pure."""
+"""The owners of shares: a process finds its own in a plan by its host and device, never by its rank. Pure.
+
+Without a plan, ratios divide the global batch in the order of ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import PlanError, RequestError
-from ..plan.check import describe
+from ..plan.check import check_global_batch, describe
 from ..plan.layout import Share
+from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -99,3 +103,25 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
         )
     own = [i for i, share in enumerate(active) if share.host == info.host]
     return own[info.local_rank] if info.local_rank < len(own) else None
+
+
+def divide_by_ratios(ratios: Sequence[float] | None, global_batch: int | None, world: int) -> tuple[int, ...]:
+    """Each process' rows of a global batch, by the ratios, or as even as can be; RequestError if they don't fit."""
+    if global_batch is None:
+        raise RequestError(
+            "Neither a plan nor a global batch is given.",
+            "Give Split(plan) or Split(global_batch=N), or start the script with evener launch.",
+        )
+    chosen = [1.0] * world if ratios is None else list(ratios)
+    check_ratios(chosen)
+    if min(chosen) <= 0:
+        raise RequestError(
+            f"A ratio of {min(chosen)} leaves a process without work.", "Start no process for a device left out."
+        )
+    if len(chosen) != world:
+        raise RequestError(
+            f"There are {len(chosen)} ratios, but {world} processes take part.",
+            f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} ratios.",
+        )
+    check_global_batch(global_batch, world)
+    return apportion(global_batch, chosen)
