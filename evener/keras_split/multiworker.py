@@ -24,8 +24,7 @@ from ..live.reporter import Details
 from ..training.retreat import PassLimit, Retreat, say
 from .compatibility import COUNTS, PartKinds, overrides, warn_summed_metrics
 from .divisions import Cut
-from .group import Group, digest_labels, refuse_other
-from .group_noise import GroupNoise
+from .group import Group, GroupNoise, digest_labels, refuse_other
 from .keras_step import (
     OwnRows,
     Tensors,

@@ -22,8 +22,7 @@ from .compatibility import check_backend, check_model, model_digest, warn, warn_
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
 from .divisions import Cut
 from .fit_hooks import FitHooks
-from .group import Group, check_rebalance, group_from_environment, order_by_device
-from .group_noise import GroupNoise
+from .group import Group, GroupNoise, check_rebalance, group_from_environment, order_by_device
 from .keras_step import SingleDevice
 from .multiworker import Workers
 from .rebalancing import GroupRebalancer, make_changing

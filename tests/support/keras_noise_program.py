@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from evener.keras_split import Split
-from evener.keras_split.group_noise import GroupNoise
+from evener.keras_split.group import GroupNoise
 from evener.learning.noise_scale import NoiseWindow
 from tests.support.keras_twice import digest, seeded
 
