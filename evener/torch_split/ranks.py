@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import DeviceError, EvenerError, PlanError, RequestError
 from ..plan.check import check_fit, describe
 from ..plan.file import Plan, Share, load_plan
-from ..shares.whole_rows import apportion, batch_in_one_pass, count_passes
+from ..shares.whole_rows import count_passes
 from ..system.cores import allowed_cpus, core_groups, slice_cores
 from ..training.launched import abort_on_device_error, find_host, launched_device, launched_plan
 from ..training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
@@ -350,13 +350,6 @@ def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...]
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)
-
-
-def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """The shares of a batch that each rank computes in one pass: validation isn't cut into passes."""
-    if tuple(shares) == tuple(micros):
-        return tuple(shares)
-    return apportion(max(len(shares), batch_in_one_pass(shares, micros)), shares)
 
 
 def _share_by_ratios(

@@ -22,7 +22,7 @@ import torch
 from ..errors import RequestError
 from ..learning.noise_scale import NoiseScale
 from ..plan.file import Plan
-from ..shares.whole_rows import count_passes
+from ..shares.whole_rows import count_passes, shares_to_evaluate
 from ..torch_rows.loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
 from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.loss_check import LossMeaning
@@ -30,7 +30,7 @@ from .batch import Part
 from .collectives import gather_rows
 from .guard import Steps
 from .planned import PlannedTraining, raise_no_shares
-from .ranks import find_shares, leave_group, shares_to_evaluate
+from .ranks import find_shares, leave_group
 from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
