@@ -56,9 +56,9 @@ class Bounds:
         given = (limit for limit in limits if limit is not None)
         return min(given, default=UNBOUNDED) // self._quantum * self._quantum
 
-    def alone(self, position: int) -> int:
-        """The largest batch that is worth trying on a device alone, by its memory."""
-        return self._devices[position].memory.largest_to_try(self.asked, self._quantum)
+    def alone(self, position: int, hoped: bool = False) -> int:
+        """The largest batch that is worth trying on a device alone, by its memory; with `hoped`, that may fit."""
+        return self._devices[position].memory.largest_to_try(self.asked, self._quantum, hoped)
 
     @cached_property
     def walls(self) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ MOST_ROUNDS = 12  # with a budget or without
 SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
 RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
 STRIDE = 32  # a batch grows at once up to this many times what ran; real kernels have a peak between
-GROWN = 1.1  # times the largest batch that ran: growth worth a round
 MOST_PASSES = 4  # of the probe that shows what passes cost
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
@@ -197,14 +196,14 @@ class SoloStage:
         ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
         rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
         stride = (STRIDE if rises else BLIND_GROWTH) * ran // self._quantum * self._quantum
-        return min(self._farthest(position), max(stride, self._quantum))
+        return min(self._farthest(position), self._model.bounds.alone(position), max(stride, self._quantum))
 
     def _farthest(self, position: int) -> int:
         """The largest batch that any round may measure: by memory, by what it gains and by time."""
         model, curve = self._model, self._model.alone[position]
         if curve is None or not model.devices[position].memory.ran:
             return 0
-        limit = model.bounds.alone(position)
+        limit = model.bounds.alone(position, hoped=True)
         if self._problem.global_batch is None:
             limit = model.bounds.useful(DeviceCurve(position, curve, limit))
         return model.bounds.quick(DeviceCurve(position, curve, limit))
@@ -228,7 +227,7 @@ class SoloStage:
         curve, hope, ran = self._model.alone[position], self._hopes[position], self._model.devices[position].memory.ran
         if curve is None or hope is None or not self._is_new(position, share):
             return False
-        return share > GROWN * ran or hope.seconds(share) < (1 - HIDDEN) * curve.seconds(share)
+        return share > ran or hope.seconds(share) < (1 - HIDDEN) * curve.seconds(share)
 
     def _is_new(self, position: int, batch: int) -> bool:
         points = self._model.solo_points(position)

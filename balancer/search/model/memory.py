@@ -145,15 +145,20 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + SAME_SLOPE) else 0.0
 
-    def largest_to_try(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit."""
+    def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
+        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit.
+
+        With `hoped`, the largest that may fit after all, however many tries lie before it.
+        """
         above = min(cap, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum)) if self.unsure else cap
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
             return max(self.ran, min(guess, above)) // quantum * quantum
-        wanted = self._middle(self.failed) if self.failed is not None else self.ran * BLIND_GROWTH
+        wanted = self.ran * BLIND_GROWTH
+        if self.failed is not None:
+            wanted = self.failed - quantum if hoped else self._middle(self.failed)
         return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
 
     def bound(self, batch: int, quantum: int = 1) -> int:
