@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.probe_children import still_runs
+
 REPO = Path(__file__).parents[2]
 TESTS = """
 import subprocess, sys, time
@@ -44,17 +46,9 @@ def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:
         processes = [psutil.Process(pid) for pid in pids]
         tests.kill()
     deadline = time.monotonic() + 30
-    while left := [process for process in processes if runs(process)]:
+    while left := [process for process in processes if still_runs(process)]:
         if time.monotonic() > deadline:
             for process in left:
                 process.kill()
             pytest.fail(f"{left} outlived the tests")
         time.sleep(0.02)
-
-
-def runs(process: psutil.Process) -> bool:
-    """Not one that has ended and that nobody has waited for, as where process 1 of a container waits for none."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

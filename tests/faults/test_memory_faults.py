@@ -155,7 +155,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "workload", "cap_mib", "batch", "micro"),
-    [("tensorflow", "keras_mnist", 300, 3_000, 500), ("torch", "torch_mnist", 250, 2_400, 400)],
+    [("tensorflow", "keras_mnist", 200, 2_000, 200), ("torch", "torch_mnist", 170, 1_800, 200)],
 )
 def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int

@@ -32,6 +32,14 @@ def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
     return found
 
 
+def still_runs(process: psutil.Process) -> bool:
+    """False for one that has ended, also where nobody waits for it, as process 1 of many containers doesn't."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every child before its first word."""
     (tmp_path / "sitecustomize.py").write_text(AT_BIRTH.format(code=code, module=MODULE))

@@ -13,7 +13,7 @@ from unittest import mock
 import psutil
 
 from evener.devices.cluster import agents
-from tests.support.probe_children import list_probe_children
+from tests.support.probe_children import list_probe_children, still_runs
 
 FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 THIRD = "127.0.0.4"  # of a host that joins
@@ -71,7 +71,7 @@ def list_children() -> list[psutil.Process]:
 
 def until_gone(processes: Sequence[psutil.Process]) -> None:
     """Wait until none of them runs."""
-    until(lambda: not any(process.is_running() for process in processes), f"the end of {processes}")
+    until(lambda: not any(map(still_runs, processes)), f"the end of {processes}")
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
