@@ -87,7 +87,15 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     Column("ratios", ("ratios",), 9, _ratios, "left"),
     Column("note", ("note",), 12, text_cell(_note), "left", _note),
 )
-_GROWTH = (("ratios", 13), ("devices", 12), ("state", 11), ("speed", 9), ("probes", 6), ("workload", 16))
+_STEPS = (
+    ("ratios", 13),
+    ("devices", 12),
+    ("state", 11),
+    ("speed", 9),
+    ("probes", 6),
+    ("workload", 16),
+    ("workload", 24),
+)
 _WIDE = 110  # columns, from which notes and dates have their own column; a run's id begins with its date
 
 
@@ -107,7 +115,7 @@ def has_failed(summary: RunSummary) -> bool:
 def run_grid(width: int) -> Grid[RunSummary]:
     """The list in `width` cells."""
     columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key not in ("created", "note"))
-    return Grid(columns, _GROWTH, {"note": 40, "devices": 40, "ratios": 40, "workload": 60})
+    return Grid(columns, _STEPS, {"note": 40, "devices": 40, "ratios": 40, "workload": 60})
 
 
 def _end_state(run: StoredRun) -> SessionState:
