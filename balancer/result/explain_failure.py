@@ -44,8 +44,12 @@ def _find_in_shards(record: Record) -> Iterator[Finding]:
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
     state, sizes = record.facts.state, record.header.job.problem.memory_bytes
+    ran = {i for one in tried if isinstance(one, Timed) for i in one.probe.layout.active}
+    full = {i for one in tried if isinstance(one, OutOfMemory) for i in one.probe.layout.active} - ran
     if failed is not None:
         yield Finding("failure.shards_failed", {"cause": failed.cause, "why": failed.detail.rstrip(".")})
+    elif full:
+        yield Finding("failure.shards_row", {"devices": [record.header.devices[i].label for i in sorted(full)]})
     elif tried and state is not None:
         own = {"state_bytes": state.state_bytes, "gathered_bytes": state.gathered_bytes}
         yield Finding("failure.shards", {**own, "memory_bytes": sum(size or 0 for size in sizes)})

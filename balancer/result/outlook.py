@@ -19,6 +19,7 @@ SENTENCES = {
     "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: the devices have"
     " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of gathered units and the activations of"
     " a row",
+    "failure.shards_row": "in shards {devices:and} ran out of memory too, without the state",
     "failure.shards_failed": "in shards it failed: {why}",
     "remedy.shards": "Free some of its memory, or run evener balance, which also tries the model in shards over all of"
     " the devices.",

@@ -49,7 +49,10 @@ class Explored:
     def sharding(self) -> Sharding | None:
         """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
         problem, model = self._problem, self.predictions.model
-        full = any(not one.lost and one.out_of_use(problem.multiple_of) for one in model.devices)
+        full = any(
+            not one.lost and one.out_of_use(problem.multiple_of) and self._seen.memory_limit(i) == limit
+            for i, (one, limit) in enumerate(zip(model.devices, problem.memory_bytes, strict=True))
+        )
         asked = any(family.traits.sharded for family in self._options.wanted)
         if not (problem.shards and asked and problem.devices > 1 and (full or self._options.shards)):
             return None

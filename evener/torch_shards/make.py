@@ -77,9 +77,14 @@ def _check(training: PlannedTraining, model: Any) -> None:
         raise RequestError(
             "The model is wrapped or compiled already.", "Give split.shard the model itself, as it was made."
         )
-    for wanted, name in ((training.rebalancing, "rebalance"), (training.noise, "noise"), (training.guards, "guard")):
+    meets, sums = f"ranks {_MEET}", "gradients are summed a unit at a time, in each pass"
+    for wanted, name, why in (
+        (training.rebalancing, "rebalance", meets),
+        (training.noise, "noise", sums),
+        (training.guards, "guard", meets),
+    ):
         if wanted:
-            raise RequestError(f"split.shard has no {name}: ranks meet in each unit.", f"Leave {name} out.")
+            raise RequestError(f"split.shard has no {name}: {why}.", f"Leave {name} out.")
 
 
 def _parts(training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]) -> tuple[float, ...]:
