@@ -15,11 +15,10 @@ from typing import cast
 
 import msgspec
 
-from evener.devices.child_environment import child_environment
 from evener.devices.cluster.agents import find_agent
 from evener.devices.discover import discover, find_others
 from evener.devices.machine import Machine
-from evener.devices.registry import find_backend
+from evener.devices.registry import child_environment, find_backend
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.workloads import registry

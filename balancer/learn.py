@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
-from evener.devices.child_environment import child_environment, import_path
-from evener.devices.registry import find_backend
+from evener.devices.registry import child_environment, find_backend, import_path
 from evener.errors import EvenerError, NoLayoutError
 from evener.learning.noise_scale import NoiseScale
 from evener.workloads import registry

@@ -26,9 +26,9 @@ from evener.balancer.result.rivals import list_samples
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.types import Layout, layout_of
-from evener.devices.child_environment import cap_address_space
 from evener.devices.terms import parse_limit
 from evener.plan.file import SOLO_PREFIX, Plan, load_plan, to_toml
+from evener.system.cores import cap_address_space
 
 WORKLOAD = str(Path(__file__).resolve().parents[1] / "examples" / "torch_train.py") + ":build"
 FREE, CAPPED, BOTH = "{0},{1}", "{0},{1}@{cap}", "{0}@{cap},{1}@{cap}"

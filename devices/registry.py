@@ -1,14 +1,24 @@
-"""The kinds of devices that evener knows. A new maker's line goes into BACKENDS."""
+"""The kinds of devices that evener knows, and the environment of a child that trains on its devices and nothing else.
+
+A new maker's line goes into BACKENDS.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
+import msgspec
+
+import evener
 from evener.errors import DeviceError, RequestError
 
-from .backend import Backend, Discovery
+from .backend import Backend, ChildEnvironment, Discovery
 from .types import Device, Limit, Source, Term
 
 # kind -> "module:class", which is imported when first needed; `auto` takes the first kind that this machine has
@@ -70,3 +80,29 @@ def _load(place: str) -> Backend:
     module, _, name = place.partition(":")
     backend: Backend = getattr(import_module(module), name)()
     return backend
+
+
+def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
+    """The environment of one child that trains on `devices` with "tensorflow", "torch" or "none".
+
+    DeviceError if a device is held to a limit that nothing here could enforce.
+    """
+    (kind, *more) = {device.kind for device in devices}
+    if more:
+        raise ValueError(f"one child can't train on devices of {1 + len(more)} kinds")
+    backend = find_backend(kind)
+    if backend.simulated:
+        return ChildEnvironment({})
+    made, hidden = backend.child_environment(devices, framework), [other.show(()) for other in all_backends()]
+    return msgspec.structs.replace(made, variables=dict(ChainMap(made.variables, *hidden)))
+
+
+def import_path(inherited: str) -> str:
+    """PYTHONPATH for a child that must import this same evener.
+
+    Where `evener` was found through a folder on `sys.path`, that folder leads. An editable install needs no folder: the
+    checkout's would offer its other packages too, and a user's `workloads` folder may have the name of one.
+    """
+    home = Path(evener.__file__).resolve().parent.parent
+    known = {Path(entry or os.curdir).resolve() for entry in sys.path}
+    return os.pathsep.join(filter(None, (str(home) if home in known else "", inherited)))

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from evener.devices.child_environment import import_path
-from evener.devices.registry import all_backends
+from evener.devices.registry import all_backends, import_path
 
 from .protocol import STACK_SIGNAL
 

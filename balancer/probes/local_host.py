@@ -13,10 +13,9 @@ from contextlib import suppress
 import msgspec
 
 from evener.devices.backend import ChildEnvironment, SharingDaemon, Vitals
-from evener.devices.child_environment import child_environment
 from evener.devices.cpu import available_memory_bytes
 from evener.devices.network import choose_interface
-from evener.devices.registry import all_backends, find_backend
+from evener.devices.registry import all_backends, child_environment, find_backend
 from evener.devices.types import Device
 from evener.workloads.registry import find_imports
 

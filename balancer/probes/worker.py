@@ -26,9 +26,9 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from evener.devices.child_environment import cap_address_space
 from evener.live.reporter import Reporter
 from evener.shares.curves import Work
+from evener.system.cores import cap_address_space
 from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 

@@ -20,7 +20,7 @@ import psutil
 
 from evener.errors import DeviceError
 
-from ..child_environment import import_path
+from ..registry import import_path
 
 PROGRAM = "nvidia-cuda-mps-control"
 FOLDER = "/tmp/nvidia-mps"  # where NVIDIA's own daemon listens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -149,3 +150,11 @@ def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
     if not 0 <= position < count <= sum(len(group) for group in groups):
         return ()
     return cut(groups, count)[position]
+
+
+def cap_address_space(room_bytes: int) -> None:
+    """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which torch can catch."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft = pages * resource.getpagesize() + room_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

@@ -25,8 +25,8 @@ from evener.balancer.probes.protocol import Build
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Layout, Probe, Stage, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
-from evener.devices.child_environment import child_environment
 from evener.devices.cpu import available_memory_bytes
+from evener.devices.registry import child_environment
 from evener.devices.types import Device, Limit
 from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from evener.devices.child_environment import cap_address_space, child_environment
 from evener.devices.nvidia import mps
-from evener.devices.registry import BACKENDS
+from evener.devices.registry import BACKENDS, child_environment
 from evener.devices.types import Device, Limit
 from evener.errors import DeviceError, RequestError
+from evener.system.cores import cap_address_space
 
 GIB = 1 << 30
 FREE = Limit()
@@ -123,7 +123,7 @@ def test_a_simulated_device_needs_nothing() -> None:
 def test_a_capped_process_fails_to_allocate_and_lives_on() -> None:
     """64 MiB fit into a cap of 256 MiB, 512 MiB end in a MemoryError that is caught."""
     code = (
-        "from evener.devices.child_environment import cap_address_space\n"
+        "from evener.system.cores import cap_address_space\n"
         "cap_address_space(256 << 20)\n"
         "bytearray(64 << 20)\n"
         "try:\n    bytearray(512 << 20)\nexcept MemoryError:\n    print('caught')\n"
@@ -142,7 +142,7 @@ def test_a_capped_process_fails_to_allocate_and_lives_on() -> None:
 
 GROWING = """
 import torch
-from evener.devices.child_environment import cap_address_space
+from evener.system.cores import cap_address_space
 
 layer = torch.nn.Conv2d(8, 64, 3, padding=1)
 cap_address_space(room)

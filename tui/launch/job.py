@@ -13,10 +13,9 @@ from typing import Any
 
 import msgspec
 
-from evener.devices.child_environment import child_environment, import_path
 from evener.devices.discover import discover
 from evener.devices.network import RENDEZVOUS_PORT, choose_interface
-from evener.devices.registry import find_backend
+from evener.devices.registry import child_environment, find_backend, import_path
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan.file import Plan, Share, load_plan, to_json

@@ -17,8 +17,8 @@ import msgspec
 
 import evener.program
 from evener.balancer.number_format import milliseconds, percent, rate
-from evener.devices.child_environment import import_path
 from evener.devices.discover import discover
+from evener.devices.registry import import_path
 from evener.devices.terms import write_limit
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan

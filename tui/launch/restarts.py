@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from evener.devices.child_environment import child_environment, import_path
-from evener.devices.registry import find_backend
+from evener.devices.registry import child_environment, find_backend, import_path
 from evener.devices.types import Device
 from evener.errors import DeviceError, PlanError
 from evener.plan.check import describe
