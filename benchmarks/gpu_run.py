@@ -2,8 +2,9 @@
 
 Three programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the second one at 60 %
 (gain without a plan). Each is also trained by the shares that both devices' own work at even shares asks for, which is
-what a plan of `evener balance` has. Times are those of optimizer steps. Cases run in the order of their value; what
-doesn't begin within `--seconds` is left out.
+what a plan of `evener balance` has. Times are those of optimizer steps; own launcher and evener run take turns
+(`--turns`), and ratios are those of neighbours. Cases run in the order of their value; what doesn't begin within
+`--seconds` is left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES = {
 }
 PLAN = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
 CASES = "loop:60,loop:100,trainer:60,accelerated:60"
-FIRST, WINDOW, SECONDS = 60, 40, 100
+WINDOW, SECONDS = 40, 100
 
 
 def main() -> None:
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--kind", default="gpu", choices=("gpu", "cpu"))
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--cases", default=CASES, help="programs, and the percentage of the second device")
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--count", default="", help="steps of a program")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
@@ -64,18 +67,21 @@ class Bench:
         return contextlib.nullcontext({}) if self._options.kind == "cpu" else mps_daemon(self._options.out / "mps")
 
     def measure(self, name: str, percent: str, variables: dict[str, str]) -> None:
-        """A program by its own launcher, by evener run, and by the shares that its even steps ask for."""
-        slowed = {**variables, "SLOWED": f"{percent} {self._options.kind}"}
-        own = self._run(name, percent, "own", slowed)
-        ours = self._run(name, percent, "run", slowed)
-        words = self._plan(ours.get("said", ""))
-        plan = self._run(name, percent, "plan", slowed, words) if percent != "100" and words else {}
-        if own.get("last_ms") and ours.get("last_ms"):
-            line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
-            if plan.get("last_ms"):
-                line["of_plan"] = plan["last_ms"] / ours["last_ms"]
-                line["steps_to_95"] = _steps_to(ours["steps_ms"], plan["last_ms"] / 0.95)
-            self._keep(line)
+        """A program by its own launcher, by evener run, and by the shares that its even steps ask for, in turns."""
+        count = {"COUNT": self._options.count} if self._options.count else {}
+        slowed = {**variables, **count, "SLOWED": f"{percent} {self._options.kind}"}
+        for turn in range(self._options.turns):
+            own = self._run(name, percent, f"own{turn}", slowed)
+            ours = self._run(name, percent, f"run{turn}", slowed)
+            words = self._plan(ours.get("said", ""))
+            plan = self._run(name, percent, f"plan{turn}", slowed, words) if percent != "100" and words else {}
+            if own.get("last_ms") and ours.get("last_ms"):
+                line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
+                line["cpu"] = ours["cpu_ms"] / own["cpu_ms"] - 1
+                if plan.get("last_ms"):
+                    line["of_plan"] = plan["last_ms"] / ours["last_ms"]
+                    line["steps_to_95"] = _steps_to(ours["steps_ms"], plan["last_ms"] / 0.95)
+                self._keep(line)
 
     def _plan(self, said: str) -> str:
         """A plan by own work at even shares, from evener's table."""
@@ -94,17 +100,20 @@ class Bench:
         folder.mkdir(exist_ok=True)
         script = str(HERE / "run_jobs" / f"{name}.py")
         words = ["torch.distributed.run", "--nproc-per-node", "2", script]
-        if way != "own":
+        if not way.startswith("own"):
             (folder / "plan.toml").write_text(plan)
             shares = ["--plan", str(folder / "plan.toml")] if plan else ["--devices", self._devices]
             words = ["evener", "run", *shares, "--", sys.executable, script]
         began = time.monotonic()
         code, said = self._start([sys.executable, "-m", *words], folder, variables)
-        ends = [float(each) for each in _text(folder / "steps").split()]
-        steps = [1e3 * (b - a) for a, b in pairwise(ends)]
+        ends, processor = (
+            [float(each) for each in line.split()] for line in (_text(folder / "steps") or "\n").split("\n")
+        )
+        steps, work = ([1e3 * (b - a) for a, b in pairwise(each)] for each in (ends, processor))
         found = {"program": name, "percent": percent, "way": way, "code": code, "took_s": time.monotonic() - began}
-        if len(steps) > FIRST:
+        if len(steps) > WINDOW:
             found |= {"first_ms": statistics.median(steps[5:25]), "last_ms": statistics.median(steps[-WINDOW:])}
+            found["cpu_ms"] = statistics.median(work[-WINDOW:])
         self._keep({**found, "said": said[-2500:], "plan": plan, "steps_ms": [round(each, 2) for each in steps]})
         return self._found[-1]
 

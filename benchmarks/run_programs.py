@@ -1,6 +1,6 @@
 """Programs under `evener run`, as hooks meet them: `python -m benchmarks.run_programs [--only PATTERN]`.
 
-Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of run_other must be caught, or
+Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of the others must be caught, or
 end with its own weights. Prints every program, and counts false alarms and misses.
 """
 
@@ -22,6 +22,7 @@ BY_SHARES, OTHER = (
     (
         "tests.support.run_losses",
         "tests.support.run_other",
+        "tests.support.run_unlike",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes each step's end.
 
 SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it on a CPU for the rest
-of each 25 ms. STEPS is the file in which the first rank leaves the times of its optimizer's steps.
+of each 25 ms. STEPS is the file in which the first rank leaves the times of its optimizer's steps, and its processor's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ while True:
 
 
 def _note(_: Any) -> None:
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []  # on the clock, and of this process
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(lambda *_: ends.append(time.monotonic()))
+    register_optimizer_step_post_hook(lambda *_: ends.append((time.monotonic(), time.process_time())))
     times = Path(os.environ["STEPS"])
-    atexit.register(lambda: times.write_text(" ".join(f"{each:.6f}" for each in ends)))
+    atexit.register(
+        lambda: times.write_text("\n".join(" ".join(f"{each:.6f}" for each in one) for one in zip(*ends, strict=True)))
+    )
 
 
 if "LOCAL_RANK" in os.environ:

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from wrapt import wrap_function_wrapper
 
 from ..torch_rows.structure import each_tensor
 from .loops import Loop
 from .program import PROGRAM
 
-_LOADERS = {
-    "accelerate.data_loader": ("DataLoaderShard", "base_dataloader"),
-    "timm.data.loader": ("PrefetchLoader", "loader"),
-}
+DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
 
 
-def hook_loaders(module: Any) -> None:
-    """Take part in each loop over such a loader in which the program trains."""
-    name, inner = _LOADERS[module.__name__]
-    wrap_function_wrapper(module, f"{name}.__iter__", partial(_begin_loop, inner))
+def begin_shard(wrapped: Any, loader: Any, *_: Any) -> Any:
+    """Take part in each loop over accelerate's loader in which the program trains."""
+    return Loop(loader.base_dataloader, wrapped, loader) if PROGRAM.trains() else wrapped()
 
 
-def hook_accelerator(module: Any) -> None:
+def begin_prefetcher(wrapped: Any, loader: Any, *_: Any) -> Any:
+    """Take part in each loop over timm's loader in which the program trains."""
+    return Loop(loader.loader, wrapped, loader) if PROGRAM.trains() else wrapped()
+
+
+def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
+    """Leave a loop alone that has a loader on one rank only."""
+    if PROGRAM.trains():
+        PROGRAM.stay(DISPATCHED)
+    with PROGRAM.left_alone():
+        yield from wrapped()
+
+
+def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Gather rows of which ranks have different numbers."""
-    wrap_function_wrapper(module, "Accelerator.gather", _gather)
-
-
-def _begin_loop(inner: str, wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    return Loop(getattr(loader, inner), wrapped, loader) if PROGRAM.trains() else wrapped(*arguments, **keywords)
-
-
-def _gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     sizes = PROGRAM.sizes
     if len(set(sizes)) < 2:
         return wrapped(*arguments, **keywords)
@@ -42,6 +41,7 @@ def _gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim or len(tensor) != max(1, own):
+            PROGRAM.note_exchange()  # of a mean over its own rows, say
             return wrapped(tensor)
         rows = wrapped(pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, most - len(tensor))))
         return torch.cat([rows[rank * most : rank * most + size] for rank, size in enumerate(sizes)])

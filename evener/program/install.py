@@ -1,38 +1,84 @@
-"""The hooks of a program that `evener run` started: called as it imports the libraries that it trains with."""
+"""The hooks of a program that `evener run` started: functions of the libraries that it trains with, and ours."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
 from importlib import import_module
 from typing import Any
 
 from ..training.launched import PROGRAM, launched_device
 
-_HOOKS = {  # module of the program's -> function of ours that is called with it, once it is imported
-    "torch": "loops:hook_torch",
-    "accelerate.data_loader": "accelerated:hook_loaders",
-    "accelerate.accelerator": "accelerated:hook_accelerator",
-    "timm.data.loader": "accelerated:hook_loaders",
-    "accelerate.commands.launch": "launchers:hook_accelerate",
-    "torch.distributed.launcher.api": "launchers:hook_torchrun",
-    "transformers.trainer": "trainers:hook_trainers",
-    "lightning.pytorch.loops.fit_loop": "strategies:hook_fit",
-    "pytorch_lightning.loops.fit_loop": "strategies:hook_fit",
+_EXCHANGES = (
+    *("all_reduce", "reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"),
+    *("gather", "gather_object", "broadcast", "broadcast_object_list"),
+)
+_FIT_LOOP = (("_FitLoop.run", "strategies:run"), ("_FitLoop.on_advance_start", "strategies:begin_epoch"))
+_HOOKS = {  # module of the program's -> functions of it, and of a file of ours that are called in their place
+    "torch": (
+        ("nn.parallel.DistributedDataParallel.__init__", "loops:make_model"),
+        ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
+        ("nn.utils.clip_grad_norm_", "loops:clip"),
+        ("nn.utils.clip_grad_value_", "loops:clip"),
+        *((f"distributed.{name}", "loops:exchange") for name in _EXCHANGES),
+    ),
+    "accelerate.data_loader": (
+        ("DataLoaderShard.__iter__", "accelerated:begin_shard"),
+        ("DataLoaderDispatcher.__iter__", "accelerated:begin_dispatcher"),
+    ),
+    "accelerate.accelerator": (("Accelerator.gather", "accelerated:gather"), ("Accelerator.reduce", "loops:exchange")),
+    "timm.data.loader": (("PrefetchLoader.__iter__", "accelerated:begin_prefetcher"),),
+    "accelerate.commands.launch": (("launch_command", "launchers:refuse_accelerate"),),
+    "torch.distributed.launcher.api": (("launch_agent", "launchers:refuse_torchrun"),),
+    "transformers.trainer": (("Trainer.train", "trainers:train"),),
+    "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
+    "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }
+_LIBRARIES = {name.partition(".")[0] for name in _HOOKS}
 
 
 def install() -> None:
-    """Register the hooks, in a process that trains on a device of its own."""
+    """Have the hooks registered, in a process that trains on a device of its own."""
     if not (os.environ.get(PROGRAM) and launched_device()):
         return
+    if _LIBRARIES & sys.modules.keys():
+        _register()
+    else:
+        sys.meta_path.insert(0, _First())
+
+
+class _First:
+    """Finds no module: registers the hooks once a library is looked for, as wrapt takes a while to import."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name not in _LIBRARIES:
+            return None
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
+        _register()
+        return find_spec(name)
+
+
+def _register() -> None:
     from wrapt import register_post_import_hook
 
-    for module, target in _HOOKS.items():
-        register_post_import_hook(_call(target), module)
+    for module in _HOOKS:
+        register_post_import_hook(_wrap, module)
 
 
-def _call(target: str) -> Callable[[Any], None]:
-    """The function `name:function` of this package, which is imported when it is called."""
+def _wrap(module: Any) -> None:
+    from wrapt import wrap_function_wrapper
+
+    for name, target in _HOOKS[module.__name__]:
+        wrap_function_wrapper(module, name, _later(target))
+    if module.__name__ == "torch":
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(_later("loops:update"))
+
+
+def _later(target: str) -> Any:
+    """The function `name:function` of this package, which is imported when it is first called."""
     name, _, function = target.partition(":")
-    return lambda module: getattr(import_module(f"evener.program.{name}"), function)(module)
+    return lambda *given: getattr(import_module(f"evener.program.{name}"), function)(*given)

@@ -8,31 +8,21 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from wrapt import wrap_function_wrapper
-
 from ..errors import RequestError
 from .notes import say
 
 SECONDS = 30.0  # in which the first rank's end stops the others
 
 
-def hook_accelerate(module: Any) -> None:
+def refuse_accelerate(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
     """End the program in a sentence where it starts processes as `accelerate launch` does."""
-    wrap_function_wrapper(module, "launch_command", _refuse_accelerate)
-
-
-def hook_torchrun(module: Any) -> None:
-    """End the program in a sentence where it starts processes as torchrun does."""
-    wrap_function_wrapper(module, "launch_agent", _refuse_torchrun)
-
-
-def _refuse_accelerate(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
     given = arguments[0] if arguments else keywords["args"]
     module = ["-m"] if given.module else []
     _refuse("accelerate launch", [*module, given.training_script, *given.training_script_args])
 
 
-def _refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
+def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
+    """End the program in a sentence where it starts processes as torchrun does."""
     words = list(arguments[2] if len(arguments) > 2 else keywords["args"])
     _refuse("torchrun", words[1:] if words[:1] == ["-u"] else words)
 

@@ -16,14 +16,12 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
-from wrapt import wrap_function_wrapper
+from torch.utils.data import IterableDataset, default_collate
 
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import UnevenBatchSampler
+from ..torch_rows.structure import tensors_in
 from ..torch_split.guard import Steps
 from ..torch_split.loss_measure import kept_state
 from .program import PROGRAM
@@ -33,34 +31,32 @@ _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTo
 _LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose figures are known
 
 
-def hook_torch(_: Any) -> None:
-    """Know each DistributedDataParallel and each optimizer's steps, and take part in loops that train."""
-    wrap_function_wrapper(DistributedDataParallel, "__init__", _make_model)
-    wrap_function_wrapper(DataLoader, "__iter__", _begin_loop)
-    register_optimizer_step_post_hook(PROGRAM.note_update)
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap_function_wrapper(torch.nn.utils, name, _clip)
-    for name in ("all_reduce", "reduce", "all_gather", "all_gather_object"):
-        wrap_function_wrapper(torch.distributed, name, _exchange)
-
-
-def _make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
+def make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
+    """Know each DistributedDataParallel."""
     wrapped(*arguments, **keywords)
     PROGRAM.models[model] = None
 
 
-def _clip(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+def clip(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Note that gradients are clipped."""
     PROGRAM.note_clipping()
     return wrapped(*arguments, **keywords)
 
 
-def _exchange(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+def exchange(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Note that the program exchanges figures itself."""
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:  # behind what called this
         PROGRAM.note_exchange()
     return wrapped(*arguments, **keywords)
 
 
-def _begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+def update(optimizer: Any, *_: Any) -> None:
+    """Note that an optimizer has stepped."""
+    PROGRAM.note_update(optimizer)
+
+
+def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
+    """Take part in each loop over a DataLoader in which the program trains."""
     opened = isinstance(loader.batch_sampler, SharedBatches) and loader.batch_sampler.opens  # by a loop around this one
     return wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
 
@@ -79,6 +75,7 @@ class Loop:
         self.steps: Steps | None = None  # once the program trains by shares
         self.origin = Epoch()
         self.batch: Any = None
+        self.compared = False  # the order of its rows
         self._step = getattr(outer, "skip_batches", 0) - 1
         self._begins = True
 
@@ -98,7 +95,7 @@ class Loop:
         except StopIteration:
             if self.steps is not None:
                 self.steps.end(self.origin)
-            PROGRAM.end()
+            PROGRAM.end(self)
             raise
         self._step += 1
         if self._begins:
@@ -111,8 +108,9 @@ class Loop:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch."""
-        assert self.sampler is not None
+        """The rows of each rank in the current batch, as far as they weigh the ranks."""
+        if self.steps is None or self.sampler is None:
+            return (1,) * PROGRAM.world
         return self.sampler.sizes_at(self._step * self.sampler.global_batch)
 
     def follow(self, steps: Steps) -> None:
@@ -133,6 +131,22 @@ class Loop:
                     rows.append(tree_leaves(twin[row]))
             return any(map(_differ, *rows))
         return False
+
+    def repad(self, cut: int) -> list[Any]:
+        """The current batch as two parts that the loader's own collate_fn makes; empty if it pads none of them less."""
+        collate = self._loader.collate_fn
+        if self.sampler is None or collate in (None, default_collate):
+            return []
+        with suppress(Exception), kept_state():
+            twin = _copy_data(self._loader.dataset)
+            rows = [twin[row] for row in self.sampler.rows_at(self._step)]
+            made = (tensors_in(collate(some)) for some in (rows, rows[:cut], rows[cut:]))
+            whole, *parts = ([each for each in some if each.ndim] for some in made)
+            given = [each.cpu() for each in tensors_in(self.batch) if each.ndim]
+            shapes = ([each.shape[1:] for each in some] for some in parts)
+            if any(each != [one.shape[1:] for one in whole] for each in shapes) and not any(map(_differ, whole, given)):
+                return parts
+        return []
 
     def begin(self) -> None:
         """The loop gets a batch."""
@@ -185,6 +199,8 @@ class SharedBatches:
             return
         every = self._draw()
         own = list(self.given)
+        if isinstance(every, list) and PROGRAM.shares and sum(PROGRAM.shares) != len(own[0]) * PROGRAM.world:
+            every = "its batches are of another size"
         if not isinstance(every, str) and own != every[PROGRAM.rank]:
             every = "its sampler draws other rows each time that it is asked"
         if isinstance(every, str):

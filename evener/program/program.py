@@ -7,49 +7,40 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from zlib import crc32
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from ..errors import EvenerError, RequestError
 from ..torch_split.guard import Guard, Steps
+from ..torch_split.loss_measure import kept_state
 from ..torch_split.optimizers import OPTIMIZER_CHECK
 from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import find_shares
+from ..torch_split.ranks import find_shares, meet
 from .notes import Notebook, read_settings
+from .views import (
+    ALONE,
+    CLIPPED,
+    EXCHANGED,
+    LOCAL,
+    NO_GROUP,
+    NO_LOOP,
+    OTHER_ROWS,
+    PADDED,
+    RATES,
+    SEVERAL,
+    UNEVEN,
+    RankView,
+    digest,
+    find_fault,
+    read_guard,
+    read_numbers,
+    read_rates,
+)
 
-NO_GROUP = (
-    "it trains without a process group, so each process trains on all rows; wrap the model in"
-    " DistributedDataParallel and shuffle by a DistributedSampler, as under torchrun"
-)
-CLIPPED = "each rank clips its own gradients before they are summed, so what is learned depends on the shares"
-EXCHANGED = (
-    "the program exchanges figures between its ranks itself; an average of ranks' mean losses now differs slightly, and"
-    " so does whatever depends on it"
-)
-RATES = "its ranks compute their losses with different numbers, or step at different rates"
-OTHER_ROWS = (
-    "its data set returns a different row when asked for the same one again, so its rows differ from those under its"
-    " own launcher"
-)
-RATE_STEPS = 2  # by shares, after each of which ranks compare their rates
 LOOK_AGAIN = 4  # times as many steps until the guard looks once more
-LOCAL = "its ranks step by gradients that they haven't exchanged"
-NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
-
-
-class FirstStep(msgspec.Struct, frozen=True):
-    """A rank's view of the program's first step; shares may change where all are alike and without a fault."""
-
-    fault: str
-    digest: int = 0  # of the order of rows
-    global_batch: int = 0
-    steps: int = 0
-    numbers: int = 0  # a digest of those in its loss, and of its optimizers' rates
-    varies: bool = False  # rows are others when they are fetched again
+MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
 
 
 class Program:
@@ -63,15 +54,16 @@ class Program:
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in DDP, as they were made
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
+        self._beside: Any = None  # the loop whose batch belongs to the same step
         self._guard: Guard | None = None
         self._updated = False  # an optimizer has stepped since that batch
-        self._compared = False  # the order of rows of this loop's epoch
         self._fault = ""  # in what the program does with gradients
-        self._rates: list[float] = []  # of the optimizers that have stepped since that batch
+        self._rates = 0  # a digest of its optimizers': of this step's, then of those of all steps by shares
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next
         self._others = 0  # trainers that train, and have hooks of their own
+        self._met = 0  # times that ranks have exchanged something
 
     @property
     def rank(self) -> int:
@@ -103,11 +95,11 @@ class Program:
         self._updated = True
         if self._others:
             return
-        if self._uneven < RATE_STEPS:
-            self._rates += _read_rates(optimizer)
+        rates = read_numbers(optimizer) if self.training is None else read_rates(optimizer)
+        self._rates = digest(rates, self._rates)
         if not (dist.is_available() and dist.is_initialized()):
             self.notebook.stay(NO_GROUP)
-        else:
+        elif not self.notebook.last_words:
             self.notebook.last_words = NO_LOOP
 
     def note_clipping(self) -> None:
@@ -126,34 +118,39 @@ class Program:
     def begin(self, loop: Any) -> None:
         """A loop gets a batch."""
         if loop is not self._loop:
-            self._loop, self._compared = loop, False
+            self._beside, self._loop = None if self._updated else self._loop, loop
         self._updated = False
-        self._rates.clear()
-        if self.training is not None and self._steps == self._look and loop.steps is not None and self._guard is None:
-            self._guard = Guard(self.models, loop.batch)
-        if self.training is None and not self.notebook.why and self._guard is None and not loop.dealer.fault:
-            self._guard = Guard(self.models, loop.batch)
-        if self.training is not None and loop.steps is None:
+        if self.training is None:
+            self._rates = 0
+            looks = not self.notebook.why and not loop.dealer.fault
+        elif loop.steps is None:
+            looks = False
             self.training.weights.begin((1,) * self.world)  # rows of another loader, shared out by the program itself
+        else:
+            uneven = len(set(loop.sizes)) > 1
+            self._uneven += uneven
+            looks = self._steps == self._look or (uneven and self._uneven == 1)
+            loop.compared &= not (uneven and self._uneven == 2)  # a schedule has gone on in between
+        if looks and self._guard is None:
+            self._guard = Guard(self.models, loop.batch, repad=loop.repad if self.training is None else None)
         loop.begin()
 
     def finish(self, loop: Any) -> None:
-        """The loop asks for its next batch."""
+        """The loop asks for its next batch; ranks do so equally often."""
         loop.done()
-        if loop is not self._loop or not self._updated:
-            self._drop_guard()
-            return
         if self.training is not None and loop.steps is not None:
             self._look_again(loop)
-        if self.training is None and not self.notebook.why:
+        if loop is not self._loop and loop.batch is not None:
+            self._note_several(loop)
+        elif loop is self._loop and self._updated and self.training is None and not self.notebook.why:
             self._take_over(loop)
-        elif self.training is not None and loop.steps is not None and not self._compared:
-            self._compared = True
-            loop.steps.compare(loop.dealer.digest)
+        self._drop_guard()
 
-    def end(self) -> None:
+    def end(self, loop: Any) -> None:
         """A loop is over."""
         self._drop_guard()
+        if self.training is not None and loop.steps is not None:
+            self._compare(loop, None)
 
     def _drop_guard(self) -> None:
         """Begin anew with the next batch, if the guard saw no backward pass in this one."""
@@ -161,46 +158,70 @@ class Program:
             self._guard.close()
             self._guard = None
 
+    def _note_several(self, loop: Any) -> None:
+        """Another loop has given a batch since this loop's newest one."""
+        self.notebook.last_words = SEVERAL
+        ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
+        if self.training is not None and self._updated and self._beside is loop and ratios[0] != ratios[1]:
+            raise RequestError(
+                f"Shares have left even, but {SEVERAL}, and ranks have other parts of them.",
+                "Start it with its own launcher.",
+            )
+
     def _look_again(self, loop: Any) -> None:
         """Compare what may have changed since shares left even; all ranks come here after the same step."""
         self._steps += 1
-        if self._uneven < RATE_STEPS and len(set(self.sizes)) > 1:
-            self._uneven += 1
-            if len(set(self._exchange(_digest(self._rates)))) > 1:
-                raise RequestError(
-                    "Since shares have left even, its ranks step at different rates: one goes by a rank's own rows.",
-                    "Use the global batch instead, or start it with its own launcher.",
-                )
-        if self._steps <= self._look:
-            return
-        self._look *= LOOK_AGAIN
+        if self._steps > self._look:
+            self._look *= LOOK_AGAIN
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
-        fault = next(filter(None, self._exchange(guard.fault if guard is not None and guard.measured else "")), "")
-        if fault and self.training is not None:
-            if self.notebook.settings.strict:
-                raise RequestError(f"Shares can't stay uneven: {fault}", "Leave --strict out to train evenly.")
-            self._look = sys.maxsize
-            self.training.stay_even(loop.sampler, loop.ahead)
-            self.notebook.warn(
-                f"shares go back to even for good: in step {self._steps}, {fault.rstrip('.')}; earlier steps may have"
-                " learned something else than with even shares"
-            )
+        if guard is not None or not loop.compared:
+            self._compare(loop, guard)
 
-    def _exchange(self, own: Any) -> list[Any]:
-        """What each rank has."""
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, own, group=dist.new_group(backend="gloo"))  # kept, it would outlive the program's
-        return every
+    def _compare(self, loop: Any, guard: Guard | None) -> None:
+        """Compare what the ranks have seen, and end the program or go back to even where that differs."""
+        fault = guard.fault if guard is not None and guard.measured else ""
+        every = self.exchange(RankView(fault, loop.dealer.digest, self._rates, read_guard(guard)))
+        loop.compared = True
+        if len({each.order for each in every}) > 1:
+            raise RequestError("Its ranks draw different orders of rows.", "Start it with its own launcher.")
+        if len({each.rates for each in every}) > 1:
+            raise RequestError(
+                "Since shares have left even, its ranks step at different rates: one goes by a rank's own rows.",
+                "Use the global batch instead, or start it with its own launcher.",
+            )
+        fault = next((each.fault for each in every if each.fault), "")
+        if fault or len({each.numbers for each in every} - {0}) > 1:
+            self._go_back(loop, fault.rstrip(".") or UNEVEN)
+
+    def _go_back(self, loop: Any, fault: str) -> None:
+        """Go back to even shares, for good."""
+        assert self.training is not None
+        if self.notebook.settings.strict:
+            raise RequestError(f"Shares can't stay uneven: {fault}.", "Leave --strict out to train evenly.")
+        self._look = sys.maxsize
+        self.training.stay_even(loop.sampler, loop.ahead)
+        self.notebook.warn(
+            f"shares go back to even for good: in step {self._steps}, {fault}; earlier steps may have learned something"
+            " else than with even shares"
+        )
+
+    def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
+        """Exchange a value with all ranks; with `seconds`, returns nothing if one doesn't come in time."""
+        self._met += 1
+        store = dist.distributed_c10d._get_default_store()
+        place = f"evener/program/{self._met}"
+        every = meet(store, place, self.rank, self.world, msgspec.json.encode(own), seconds)
+        return [msgspec.json.decode(each, type=type(own)) for each in every]
 
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same step."""
-        every = self._exchange(self._make_offer(loop))
-        fault = next((each.fault for each in every if each.fault), "")
-        if not fault and len({each.numbers for each in every}) > 1:
+        every = self.exchange(self._view_first(loop), MEET_SECONDS)
+        fault = next((each.fault for each in every if each.fault), "") if every else ALONE
+        if not fault and len({(each.rates, each.numbers) for each in every}) > 1:
             fault = RATES
-        if not fault and len({msgspec.structs.astuple(each)[1:4] for each in every}) > 1:
+        if not fault and len({(each.order, each.sizes) for each in every}) > 1:
             fault = "its ranks draw different orders of rows, or batches of other sizes"
         if fault:
             self.stay(fault)
@@ -208,7 +229,7 @@ class Program:
         settings = self.notebook.settings
         try:
             follows = settings.rebalance
-            found = find_shares(None, None, every[0].global_batch, {"rebalance": follows})
+            found = find_shares(None, None, every[0].sizes[0], {"rebalance": follows})
             training = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
             for each in self.models:
                 if each.training:
@@ -216,10 +237,10 @@ class Program:
         except EvenerError as error:
             self.stay(error.message)
             return
-        self.training = training
+        self.training, self._rates, loop.compared = training, 0, True
         OPTIMIZER_CHECK.steps_schedules = False
-        if any(each.varies for each in every):
-            self.notebook.warn(OTHER_ROWS)
+        for warning in filter(None, (each.warning for each in every)):
+            self.notebook.warn(warning)
         loop.follow(self.follow(loop))
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, "DistributedDataParallel and DataLoader")
@@ -230,7 +251,7 @@ class Program:
         self.training.follow(loop.sampler, loop.ahead)
         return Steps(self.training, True)
 
-    def _make_offer(self, loop: Any) -> FirstStep:
+    def _view_first(self, loop: Any) -> RankView:
         guard, self._guard = self._guard, None
         fault = next((words for each in self.models if each.training and (words := find_fault(each))), "")
         fault = fault or loop.dealer.fault or self._fault
@@ -238,9 +259,10 @@ class Program:
             guard.close()
             fault = fault or guard.fault or ("" if guard.exchanges else LOCAL)
         if fault or loop.sampler is None:
-            return FirstStep(fault or NO_LOOP)
-        numbers = _digest([*(guard.numbers if guard is not None else ()), *self._rates])
-        return FirstStep("", loop.dealer.digest, loop.sampler.global_batch, len(loop.sampler), numbers, loop.varies())
+            return RankView(fault or NO_LOOP)
+        sizes = loop.sampler.global_batch, len(loop.sampler)
+        warning = OTHER_ROWS if loop.varies() else PADDED if guard is not None and guard.padded else ""
+        return RankView("", loop.dealer.digest, self._rates, read_guard(guard), sizes, warning)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
@@ -258,32 +280,18 @@ class Program:
             raise RequestError(f"Shares can't leave even: {self.notebook.why}.", "Leave --strict out to train evenly.")
 
 
-def _digest(numbers: list[float]) -> int:
-    return crc32(repr(numbers).encode())
-
-
-def _read_rates(optimizer: Any) -> list[float]:
-    """The numbers by which an optimizer steps: rates, momenta and so on of each group."""
-    groups = [[each for name, each in group.items() if name != "params"] for group in optimizer.param_groups]
-    numbers = (int, float, torch.Tensor)
-    return [
-        float(each)
-        for each in tree_leaves(groups)
-        if isinstance(each, numbers) and torch.numel(torch.as_tensor(each)) == 1
-    ]
-
-
-def find_fault(model: Any) -> str:
-    """Why a model in DistributedDataParallel stays as it is; empty if it can be taken over."""
-    if type(model) is not torch.nn.parallel.DistributedDataParallel:
-        return f"its model is in a {type(model).__name__}"
-    if model.process_group is not dist.group.WORLD:
-        return "its model is trained by some of the processes only"
-    if model._comm_hooks or model.mixed_precision is not None:
-        return "its DistributedDataParallel has a communication hook or mixed precision of its own"
-    if model._join_config.enable:
-        return "its ranks join with different numbers of batches"
-    return ""
+@contextmanager
+def taken_over(trainer: Any) -> Iterator[None]:
+    """A context that makes a trainer's object one that trains by shares; refused, it becomes what it was."""
+    own, before = type(trainer), dict(vars(trainer))
+    try:
+        with kept_state():
+            yield
+    except EvenerError as error:
+        trainer.__class__ = own
+        vars(trainer).clear()
+        vars(trainer).update(before)
+        PROGRAM.stay(error.message)
 
 
 PROGRAM = Program()

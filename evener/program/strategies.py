@@ -7,16 +7,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
-from wrapt import wrap_function_wrapper
 
-from ..errors import EvenerError, RequestError
+from ..errors import RequestError
 from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
 from ..torch_split.loss_measure import kept_state
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares
-from .program import PROGRAM, find_fault
+from .program import PROGRAM, taken_over
+from .views import find_fault
 
 
 class ProgramLoader(ShareLoader):
@@ -37,18 +37,14 @@ class ProgramStrategy(PlanStrategy):
         self.__class__ = DDPStrategy
 
 
-def hook_fit(module: Any) -> None:
-    """Have each Trainer train by shares."""
-    wrap_function_wrapper(module, "_FitLoop.run", _run)
-    wrap_function_wrapper(module, "_FitLoop.on_advance_start", _begin_epoch)
-
-
-def _run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Leave the loops of a Trainer to this file."""
     with PROGRAM.left_alone():
         return wrapped(*arguments, **keywords)
 
 
-def _begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
+def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
+    """Have a Trainer train by shares."""
     loop.setup_data()  # again, where the trainer wants a new loader for this epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
@@ -101,33 +97,24 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on, if all ranks can; else say why not."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, fault, group=dist.new_group(backend="gloo"))
-    if fault := next(filter(None, every), ""):
+    if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay(fault)
         return
-    before, settings, rows = dict(vars(strategy)), PROGRAM.notebook.settings, _Rows(loader)
+    settings, rows = PROGRAM.notebook.settings, _Rows(loader)
     follows = settings.rebalance
-    try:
-        with kept_state():
-            found = find_shares(None, None, rows.global_batch, {"rebalance": follows}, device=strategy.root_device)
-            planned = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
-            strategy.__class__ = ProgramStrategy
-            strategy.take_plan(planned, 1, None, True)
-            strategy.prepare_figures()
-            made = _make_loader(strategy, rows)
-            strategy.check_loss(made)
-            strategy.sum_by_shares()
-            _forget_figures(strategy)
-    except EvenerError as error:
-        strategy.__class__ = DDPStrategy
-        vars(strategy).clear()
-        vars(strategy).update(before)
-        PROGRAM.stay(error.message)
-        return
-    strategy.trains = True
-    _give(loop, made)
-    PROGRAM.notebook.watch(planned, "lightning.Trainer")
+    with taken_over(strategy):
+        found = find_shares(None, None, rows.global_batch, {"rebalance": follows}, device=strategy.root_device)
+        planned = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
+        strategy.__class__ = ProgramStrategy
+        strategy.take_plan(planned, 1, None, True)
+        strategy.prepare_figures()
+        made = _make_loader(strategy, rows)
+        strategy.check_loss(made)
+        strategy.sum_by_shares()
+        _forget_figures(strategy)
+        strategy.trains = True
+        _give(loop, made)
+        PROGRAM.notebook.watch(planned, "lightning.Trainer")
 
 
 def _forget_figures(strategy: Any) -> None:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from wrapt import wrap_function_wrapper
 
-from ..errors import EvenerError
-from ..torch_split.loss_measure import kept_state
-from .program import PROGRAM
+from .program import PROGRAM, taken_over
 
 
-def hook_trainers(module: Any) -> None:
-    """Have each Trainer train by shares."""
-    wrap_function_wrapper(module, "Trainer.train", _train)
-
-
-def _train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
+def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
+    """Have a Trainer train by shares."""
     with PROGRAM.left_alone():
         if dist.is_initialized() and dist.get_world_size() > 1 and not hasattr(trainer, "_planned"):
             _plan(trainer)
@@ -26,9 +19,9 @@ def _train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
 
 def _plan(trainer: Any) -> None:
     """Make the trainer's class one that trains by shares, or say why it stays what it is."""
-    own, before, settings = type(trainer), dict(vars(trainer)), PROGRAM.notebook.settings
+    own, settings = type(trainer), PROGRAM.notebook.settings
     global_batch = trainer._train_batch_size * dist.get_world_size()
-    try:
+    with taken_over(trainer):
         from ..huggingface import with_plan
 
         planned = with_plan(
@@ -37,17 +30,10 @@ def _plan(trainer: Any) -> None:
         planned.__name__, planned.__qualname__ = own.__name__, own.__qualname__  # which programs print
         trainer.__class__ = planned
         trainer.begin_plan()
-        with kept_state():
-            trainer.get_train_dataloader()
-            trainer.check_loss()
-    except EvenerError as error:
-        trainer.__class__ = own
-        vars(trainer).clear()
-        vars(trainer).update(before)
-        PROGRAM.stay(error.message)
-        return
-    _tell_of_tail(trainer, global_batch)
-    PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
+        trainer.get_train_dataloader()
+        trainer.check_loss()
+        _tell_of_tail(trainer, global_batch)
+        PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
 
 
 def _tell_of_tail(trainer: Any, global_batch: int) -> None:

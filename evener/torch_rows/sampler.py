@@ -199,6 +199,11 @@ class UnevenBatchSampler:
             return shares
         return apportion(rows, shares)
 
+    def rows_at(self, step: int) -> list[int]:
+        """This rank's row numbers in a step of the newest loop, counted from the position."""
+        first = self.position + step * self.global_batch
+        return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
+
     def rows_of_odd_tail(self) -> object:
         """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
         if self.changes:

@@ -61,11 +61,19 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares would change it.
 
     The fault is empty where the loss is a mean over rows. `judged` is called with it then, before the backward pass.
+    `repad` collates the first rows of the batch and the others by themselves, where they are padded less then.
     """
 
-    def __init__(self, models: Iterable[Any], batch: Any, judged: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        models: Iterable[Any],
+        batch: Any,
+        judged: Callable[[str], None] = lambda _: None,
+        repad: Callable[[int], list[Any]] | None = None,
+    ) -> None:
         super().__init__()
         self.fault, self.done, self._judged = "no backward pass was seen in its first step", False, judged
+        self._repad = repad
         self._models = [each for each in models if each.training]
         self._batch = [each for each in tensors_in(batch) if each.ndim]
         self._rows = len(self._batch[0]) if self._batch else 0
@@ -74,7 +82,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
         self.measured = False  # the fault: parts don't add up
-        self.numbers: list[float] = []  # that the loss is computed with, beside the batch and the models
+        self.numbers: list[float] | None = None  # that the loss is computed with, beside the batch and the models
+        self.padded = False  # with its rank's other rows, and what that makes of the loss can't be computed again
         self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
         self._random = RandomState()
         self._handles = [
@@ -205,6 +214,16 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         parts = (cut_rows(self._batch, 0, cut, self._rows), cut_rows(self._batch, cut, self._rows, self._rows))
         check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
+        if self._repad is not None and (padded := self._repad(cut)):
+            where = [each.device for each in self._batch]
+            others = tuple([each.to(place) for each, place in zip(part, where, strict=True)] for part in padded)
+            check = CheckBatch(self._batch, others, check.rows, parts)
+            try:
+                LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
+            except RequestError:
+                raise
+            except Exception:  # of a length that the program has read from its batch
+                self.padded = True
         return ""
 
     def _find_numbers(self, entry: WrittenCall) -> list[float]:

@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache, partial
 from itertools import count
 from typing import Any
@@ -158,15 +159,27 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
     store = _open_store()
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with what the ranks before a restart wrote
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
-    prefix = f"evener/{attempt}/{next(_GATHERINGS)}"
-    store.set(f"{prefix}/{stand.rank}", msgspec.json.encode(own))
-    keys = [f"{prefix}/{rank}" for rank in range(stand.world)]
-    infos = [msgspec.json.decode(store.get(key), type=RankInfo) for key in keys]
-    if store.add(f"{prefix}/read", 1) == stand.world:
-        store.set(f"{prefix}/done", "")
-    if stand.rank == 0:  # the store may be in this process, and the others still read it
-        store.wait([f"{prefix}/done"])
-    return infos
+    every = meet(store, f"evener/{attempt}/{next(_GATHERINGS)}", stand.rank, stand.world, msgspec.json.encode(own))
+    return [msgspec.json.decode(each, type=RankInfo) for each in every]
+
+
+def meet(store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0) -> list[bytes]:
+    """The values of all ranks, exchanged by a store under a new name; with `seconds`, none if one comes later."""
+    keys = [f"{place}/{each}" for each in range(world)]
+    store.set(keys[rank], own)
+    if seconds:
+        came = "late"
+        with suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=seconds))
+            came = "all"
+        if store.compare_set(f"{place}/came", "", came) == b"late":
+            return []
+    every = [store.get(key) for key in keys]
+    if store.add(f"{place}/read", 1) == world:
+        store.set(f"{place}/done", "")
+    if rank == 0:  # the store may be in this process, and the others still read it
+        store.wait([f"{place}/done"])
+    return every
 
 
 @cache

@@ -4,16 +4,21 @@ import argparse
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
+parser.add_argument("--dispatch", action="store_true", help="have one process read all rows")
 given = parser.parse_args()
 set_seed(0)
 torch.set_default_dtype(torch.float64)
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+accelerator = Accelerator(
+    cpu=True,
+    gradient_accumulation_steps=2,
+    dataloader_config=DataLoaderConfiguration(dispatch_batches=given.dispatch),
+)
 drawn = torch.Generator().manual_seed(5)
 data = TensorDataset(torch.randn(53, 6, generator=drawn), torch.arange(53) % 3)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -174,6 +174,7 @@ def fork_rank(request: dict[str, Any], rank: int) -> int:
         os.dup2(log, stream)
     os.environ.update(request["environments"][rank])
     signal.alarm(request["seconds"])
+    faulthandler.dump_traceback_later(request["seconds"] - 2)  # what a hanging rank is at
     try:
         find_function(request["function"])(folder, rank, *request["arguments"])
     except BaseException:

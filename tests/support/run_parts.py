@@ -121,13 +121,17 @@ def _run_hooked(folder: Path, rank: int, name: str, program: Callable[[], Any], 
     os.environ[launched.PLAN] = str(folder / "plan.toml")
     os.environ[launched.DEVICE] = f"cpu-{rank}-of-2"
     install()
-    seen = _run(program)
-    from evener.program.program import PROGRAM
+    from evener.program import program as hooks
 
-    notebook = PROGRAM.notebook
+    hooks.MEET_SECONDS = 5.0
+    seen = _run(program)
+    notebook = hooks.PROGRAM.notebook
     seen.warned = bool(notebook.warned)
     seen.hooks, seen.why = notebook.hooks, notebook.why or ("" if notebook.hooks else notebook.last_words)
     return seen
+
+
+_kept: list[Any] = []  # models, so that their process group isn't taken down with them, which PyTorch can hang in
 
 
 def _run(program: Callable[[], Any]) -> Seen:
@@ -138,6 +142,7 @@ def _run(program: Callable[[], Any]) -> Seen:
     dist.init_process_group("gloo")
     try:
         trained = program()
+        _kept.append(trained)
         modules = trained if isinstance(trained, tuple) else (trained,)
         seen.weights = [each.detach().double().flatten().tolist() for one in modules for each in one.parameters()]
     except Exception as error:

@@ -134,6 +134,9 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(tmp_path: Path, tr
         assert {name: now[name] for name in ("gathered", "correct", "rate")} == {
             name: own[name] for name in ("gathered", "correct", "rate")
         }
+    ended = run(tmp_path, "--plan", "plan.toml", "--", ACCELERATED, f"{tmp_path}/", "--dispatch")
+    assert not ended.returncode, ended.stderr
+    assert ended.stderr.count("shares stay even: one rank reads the rows of all") == 1
 
 
 @pytest.mark.parametrize(

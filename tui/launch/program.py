@@ -117,7 +117,7 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | None:
-    """Measure a plan into a file, by the program's build() or its trainer; RequestError where that gives none.
+    """Measure a split into a file, by the program's build() or its trainer; RequestError where that gives none.
 
     None for a plan that leaves a device out: the program's global batch is that of all of them.
     """
@@ -130,7 +130,9 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | No
         "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", "")),
     }
     options = ("--framework", "torch", "--workload", entry, "--devices", devices, "--export", str(path))
-    code = subprocess.run([python, "-m", "evener", "balance", *options], env=environment, check=False).returncode
+    code = subprocess.run(
+        [python, "-m", "evener", "compare", "--layouts", "split", *options], env=environment, check=False
+    ).returncode
     if code or not path.exists():
         raise RequestError(
             f"No plan was measured for {command.name}.", "Correct what is said above, or omit --balance."

@@ -1,0 +1,292 @@
+"""Programs that count rows, pad them, or take them from several loaders: trained by shares, or caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+
+from tests.support.run_parts import BATCH, ROWS, Programs, ddp, epochs, load, naming, net, points
+
+PROGRAMS: Programs = {}
+program = naming(PROGRAMS)
+
+
+def start(model: Any = None, rate: float = 0.1) -> tuple[Any, Any]:
+    """A model and its optimizer."""
+    chosen = ddp() if model is None else model
+    return chosen, torch.optim.SGD(chosen.parameters(), lr=rate)
+
+
+def step(optimizer: Any, loss: Tensor) -> None:
+    """A backward pass and an update."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@program
+def two_loaders_zipped() -> Any:
+    """Labelled and unlabelled rows in one step."""
+    model, optimizer = start()
+    for _ in range(2):
+        for (x, classes, _), (free, *_) in zip(load(), load(points(40)), strict=False):
+            step(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
+    return model
+
+
+@program
+def two_loaders_in_turn() -> Any:
+    """A step on one set of rows, then one on the other."""
+    model, optimizer = start()
+    others = iter(load(points(60)))
+    for x, classes, _ in epochs(load(), 1):
+        step(optimizer, F.cross_entropy(model(x), classes))
+        free, more, _ = next(others)
+        step(optimizer, F.cross_entropy(model(free), more))
+    return model
+
+
+@program
+def two_loaders_zipped_later() -> Any:
+    """One loader at first, so that shares have left even, then two of other batches in one step."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load(), 1):
+        step(optimizer, F.cross_entropy(model(x), classes))
+    large = DataLoader(points(), batch_size=2 * BATCH, sampler=DistributedSampler(points()))
+    for (x, classes, _), (free, *_) in zip(load(), large, strict=False):
+        step(optimizer, F.cross_entropy(model(x), classes) + model(free).square().mean())
+    return model
+
+
+@program
+def larger_batches_later() -> Any:
+    model, optimizer = start()
+    for times in (1, 2, 1):
+        loader = DataLoader(points(), batch_size=times * BATCH, sampler=DistributedSampler(points(), seed=3))
+        for x, classes, _ in epochs(loader, 1):
+            step(optimizer, F.cross_entropy(model(x), classes))
+    return model
+
+
+@program
+def rate_by_rows_seen() -> Any:
+    """The rate falls once a rank has counted enough rows, for all ranks alike as it thinks."""
+    model, optimizer = start()
+    seen = 0
+    for x, classes, _ in epochs(load()):
+        if seen >= 64:
+            optimizer.param_groups[0]["lr"] = 0.01
+        step(optimizer, F.cross_entropy(model(x), classes))
+        seen += len(x) * dist.get_world_size()
+    return model
+
+
+@program
+def schedule_by_row() -> Any:
+    model, optimizer = start()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for x, classes, _ in epochs(load()):
+        step(optimizer, F.cross_entropy(model(x), classes))
+        for _row in range(len(x)):
+            schedule.step()
+    return model
+
+
+@program
+def steps_by_rows_seen() -> Any:
+    """Gradients are accumulated until a rank has counted enough rows."""
+    model, optimizer = start()
+    seen = 0
+    for x, classes, _ in epochs(load()):
+        (F.cross_entropy(model(x), classes) / 2).backward()
+        seen += len(x)
+        if seen >= 2 * BATCH:
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = 0
+    return model
+
+
+@program
+def weight_by_rows() -> Any:
+    """A short batch counts less."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load()):
+        step(optimizer, F.cross_entropy(model(x), classes) * len(x) / BATCH)
+    return model
+
+
+@program
+def annealed_by_rows() -> Any:
+    model, optimizer = start()
+    seen = 0
+    for x, classes, targets in epochs(load()):
+        found = model(x)
+        step(optimizer, F.cross_entropy(found, classes) + min(1.0, seen / 100) * F.mse_loss(found[:, :2], targets))
+        seen += len(x)
+    return model
+
+
+class Texts(Dataset[Any]):
+    """Sequences of 2 to 9 steps of six numbers each, and a class."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        drawn = torch.Generator().manual_seed(row)
+        return torch.randn(2 + row * 5 % 8, 6, generator=drawn, dtype=torch.float64), row % 3
+
+
+def pad(rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows padded to the longest of them, their lengths and classes."""
+    lengths = torch.tensor([len(steps) for steps, _ in rows])
+    padded = pad_sequence([steps for steps, _ in rows], batch_first=True)
+    return padded, lengths, torch.tensor([each for _, each in rows])
+
+
+@program
+def padding_counts() -> Any:
+    """The mean is also over what was padded."""
+    model, optimizer = start(ddp(net(out=6)))
+    for x, _, _ in epochs(load(Texts(), collate_fn=pad)):
+        step(optimizer, F.mse_loss(model(x), x))
+    return model
+
+
+@program
+def padding_masked() -> Any:
+    model, optimizer = start(ddp(net(out=6)))
+    for x, lengths, _ in epochs(load(Texts(), collate_fn=pad)):
+        mask = (torch.arange(x.shape[1])[None] < lengths[:, None])[..., None]
+        each = ((model(x) - x).square() * mask).sum((1, 2)) / lengths
+        step(optimizer, each.mean())
+    return model
+
+
+class LastStep(nn.Module):
+    """A recurrent network that reads its last output, which may be padding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x)[0][:, -1])
+
+
+@program
+def padding_read_last() -> Any:
+    model, optimizer = start(ddp(LastStep()))
+    for x, _, classes in epochs(load(Texts(), collate_fn=pad)):
+        step(optimizer, F.cross_entropy(model(x), classes))
+    return model
+
+
+@program
+def padding_by_a_number() -> Any:
+    """Right, but the length is read from the batch, so that it can't be computed again for another one."""
+    model, optimizer = start(ddp(net(out=6)))
+    for x, lengths, _ in epochs(load(Texts(), collate_fn=pad)):
+        rows, length, width = x.size()
+        found = model(x).view(rows * length, width)
+        mask = (torch.arange(length)[None] < lengths[:, None]).view(-1, 1) / lengths.repeat_interleave(length)[:, None]
+        step(optimizer, ((found - x.view(rows * length, width)).square() * mask).sum() / rows)
+    return model
+
+
+@program
+def rows_handed_out_by_one_rank() -> Any:
+    """The first rank reads all rows, and gives the others theirs."""
+    model, optimizer = start()
+    batches = iter(DataLoader(points(), batch_size=2 * BATCH)) if dist.get_rank() == 0 else None
+    for _ in range(6):
+        x, classes = torch.zeros(2 * BATCH, 6), torch.zeros(2 * BATCH, dtype=torch.int64)
+        if batches is not None:
+            x, classes, _ = next(batches)
+        dist.broadcast(x, 0)
+        dist.broadcast(classes, 0)
+        own = slice(dist.get_rank(), None, 2)
+        step(optimizer, F.cross_entropy(model(x[own]), classes[own]))
+    return model
+
+
+class Weighted(Sampler[int]):
+    """Rows drawn by weight, with replacement, and shared out."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_replicas, self.epoch = dist.get_rank(), dist.get_world_size(), 0
+
+    def __len__(self) -> int:
+        return ROWS // self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.Generator().manual_seed(self.epoch)
+        rows = torch.multinomial(torch.arange(1.0, ROWS + 1), ROWS, replacement=True, generator=drawn)
+        return iter(rows[self.rank :: self.num_replicas].tolist())
+
+
+@program
+def rows_by_weight() -> Any:
+    model, optimizer = start()
+    for x, classes, _ in epochs(load(sampler=Weighted())):
+        step(optimizer, F.cross_entropy(model(x), classes))
+    return model
+
+
+@program
+def batches_skipped() -> Any:
+    """A resumed epoch, whose first batches are drawn and left."""
+    model, optimizer = start()
+    loader = load()
+    for epoch in (1, 2):
+        loader.sampler.set_epoch(epoch)
+        for number, (x, classes, _) in enumerate(loader):
+            if epoch == 1 and number < 3:
+                continue
+            step(optimizer, F.cross_entropy(model(x), classes))
+    return model
+
+
+@program
+def figures_of_torchmetrics() -> Any:
+    """A plateau of the mean of ranks' means."""
+    from torchmetrics import MeanMetric
+
+    model, optimizer = start()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+    for _ in range(4):
+        metric = MeanMetric()
+        for x, classes, _targets in epochs(load(), 1):
+            loss = F.cross_entropy(model(x), classes)
+            step(optimizer, loss)
+            metric.update(loss.detach())
+        plateau.step(float(metric.compute()))
+    return model
+
+
+@program
+def stopped_by_the_first_rank() -> Any:
+    """The first rank decides by its own mean, and tells the others."""
+    model, optimizer = start()
+    for _ in range(6):
+        losses = []
+        for x, classes, _targets in epochs(load(), 1):
+            loss = F.cross_entropy(model(x), classes)
+            step(optimizer, loss)
+            losses.append(float(loss))
+        told: list[Any] = [sum(losses) / len(losses) < 1.02]
+        dist.broadcast_object_list(told, 0)
+        if told[0]:
+            break
+    return model
