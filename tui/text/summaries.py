@@ -121,7 +121,8 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
     """Lines for the terminal: the whole, then each start, change, and speed that differs from the one before."""
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
-    yield plain(f"training {training.run}: {start.workload}, {start.framework}, {began}", 1000)
+    about = ", ".join(filter(None, (start.workload, start.framework, began)))  # a script may have no name
+    yield plain(f"training {training.run}: {about}", 1000)
     yield plain(
         f"{training.state}, {duration(training.seconds)}" + (f": {training.failure}" * bool(training.failure)), 1000
     )
