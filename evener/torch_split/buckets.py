@@ -28,8 +28,6 @@ class Bucket:
         sizes = [each.numel() for each in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=first.dtype, device=first.device)
         self._views = _cut(self.flat, parameters)
-        self._numbers = {place: number for number, place in enumerate(places)}
-        self.on_cpu = first.device.type == "cpu"
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and number
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
@@ -37,19 +35,6 @@ class Bucket:
         self._absent: list[int] = []  # without a gradient when it was gathered
         self.left = len(sizes)
         self.work: Any = None
-
-    def take(self, place: int) -> None:
-        """Make the gradient of a parameter a view as soon as it is there, while a CPU still has it in its cache."""
-        number = self._numbers[place]
-        parameter, view = self._parameters[number], self._views[number]
-        gradient = parameter.grad
-        if gradient is None or gradient is view or gradient.requires_grad or gradient.is_sparse:
-            return  # the last two kinds are refused as they are gathered
-        if gradient.dtype is not view.dtype:
-            _refuse_type()
-        view.copy_(gradient)
-        parameter.grad = view
-        self._forget(number)
 
     def gather(self) -> None:
         """Make gradients views of the bucket, also where zero_grad had set them to None."""
@@ -62,6 +47,11 @@ class Bucket:
         fresh = [gradients[place] for place in places]
         if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
             _refuse_graph()
+        if fresh[0].dtype is not self.flat.dtype:
+            raise RequestError(
+                "The model has changed its type since it was wrapped.",
+                "Call double(), half() or bfloat16() before split.wrap.",
+            )
         views = [self._views[place] for place in places]
         for place, view in zip(places, views, strict=True):
             self._parameters[place].grad = view
@@ -156,12 +146,6 @@ def _refuse_graph() -> NoReturn:
     )
 
 
-def _refuse_type() -> NoReturn:
-    raise RequestError(
-        "The model has changed its type since it was wrapped.", "Call double(), half() or bfloat16() before split.wrap."
-    )
-
-
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
     if any(map(_IS_SPARSE, fresh)):
@@ -169,8 +153,6 @@ def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
             "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
             "Leave sparse=True out.",
         )
-    if fresh[0].dtype is not views[0].dtype:
-        _refuse_type()
     torch._foreach_copy_(views, fresh)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import Held, SeenNumber, make_buckets, warn_of_hooks
+from .buckets import Bucket, Held, SeenNumber, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 BUCKET_BYTES = 25 << 20
@@ -58,7 +58,7 @@ class Exchange:
         buffers = [each for name, each in module.named_buffers() if name not in ignored]
         self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(buffers)
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
-        self._order: list[int] | None = []  # in which the first backward pass gave gradients; None: it is agreed on
+        self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
         self._repeats = False  # a parameter's gradient came in parts
         self._armed = self._sync = False
@@ -121,8 +121,13 @@ class Exchange:
                 if exchange._fired[place]:
                     exchange._note_again()
                 exchange._fired[place] = 1
-                if not exchange._alone:
-                    exchange._count(place)
+                if exchange._order is not None:
+                    exchange._order.append(place)
+                bucket = exchange._bucket_of.get(place)  # None where nobody else trains
+                if bucket is not None:
+                    bucket.left -= 1
+                    if not bucket.left:
+                        exchange._complete(bucket)
 
             return hook
 
@@ -202,15 +207,9 @@ class Exchange:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
         self._sync |= sync
 
-    def _count(self, place: int) -> None:
-        """Count the gradient of a parameter, and send its bucket if that is complete."""
-        if self._order is not None:
-            self._order.append(place)
-        bucket = self._bucket_of[place]
-        bucket.left -= 1
-        if bucket.on_cpu and not self.held.apart:
-            bucket.take(place)
-        if not bucket.left and not self.held.apart:
+    def _complete(self, bucket: Bucket) -> None:
+        """Send a bucket whose gradients are all there, once those before it are."""
+        if not self.held.apart:
             bucket.gather()
             if self._early and self._sync and not self.held.late:
                 self._send_complete()

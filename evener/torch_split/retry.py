@@ -77,9 +77,9 @@ def runs_short() -> bool:
     return bool(_short)
 
 
-def free_memory(device: torch.device, young: bool = False) -> None:
-    """Return unused memory to the device; `young`: no look at objects that are older than a pass, which takes 0.1 s."""
-    gc.collect(1 if young else 2)
+def free_memory(device: torch.device) -> None:
+    """Return unused memory to the device."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -117,7 +117,6 @@ class Passes:
         self._exchanges: list[Exchange] = []
         self._state: PassState | None = None
         self._opened = self._ended = False  # a backward pass of the pass
-        self._failed = 0  # the step in which a pass has failed last
         self._given: set[Exchange] = set()  # gradients by earlier passes of the batch
         self._part: Part | None = None  # that is computed
         self._before = 0  # collectives of the loop's own before the pass
@@ -240,8 +239,7 @@ class Passes:
             exchange.fail()
         self._state.restore()
         self._state = None
-        free_memory(self._device, young=self.limit.step != self._failed)
-        self._failed = self.limit.step
+        free_memory(self._device)
         _short.add(self._device)
         self._check_left(part)
         self._check_sum(part)
