@@ -280,8 +280,8 @@ def look_at_memory(folder: Path, rank: int) -> None:
     split, module, seen = Split(make_plan([8])), Holds(False), []
     bombs, free = Bombs(module, 0), retry.free_memory
 
-    def look(device: Any) -> None:
-        free(device)
+    def look(device: Any, **options: Any) -> None:
+        free(device, **options)
         seen.append(HELD[-1]() is None)
 
     trainer = make_trainer(Program(), str(folder), devices=1, strategy=split.strategy(), callbacks=[bombs])
