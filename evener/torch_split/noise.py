@@ -137,12 +137,31 @@ class RankNoise(NoiseSampler):
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
+_HELD_BYTES = 25 << 20  # of gradients whose norms are taken at once
+
+
 class _Pass:
-    """A pass of a step: its rows, and the norms of its gradients by the parameters' places."""
+    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's squared norm."""
 
     def __init__(self, rows: int, cut: bool) -> None:
         self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
-        self.norms: dict[int, torch.Tensor] = {}
+        self.places: set[int] = set()
+        self.squares: list[torch.Tensor] = []  # their sum
+        self._held: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Take a parameter's gradient."""
+        self._held.append(gradient)
+        self._bytes += gradient.numel() * gradient.element_size()
+        if self._bytes >= _HELD_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take the norms of gradients that are held."""
+        if self._held:
+            self.squares.append(_add_squares(_norms(self._held)))
+            self._held, self._bytes = [], 0
 
 
 class PassNoise(NoiseSampler):
@@ -172,15 +191,15 @@ class PassNoise(NoiseSampler):
 
     def expect(self, rows: int, cut: bool = True) -> None:
         """Expect the backward pass of a batch, or a part `cut` from one, of these rows."""
-        if self._passes and not self._passes[-1].norms:
+        if self._passes and not self._passes[-1].places:
             self._passes.pop()  # a batch that is cut, or without a gradient so far
         self._passes.append(_Pass(rows, cut))
 
     def take_sum(self) -> None:
         """Take the norm of the sum of all gradients so far."""
         gradients = [each.grad for each in self._exchange().parameters if each.grad is not None]
-        if self._handles and len(self._passes) > 1 and gradients:
-            self._whole = _add_squares([_norm(each) for each in gradients])
+        if self._handles and gradients:
+            self._whole = _add_squares(_norms(gradients))
 
     def leave_out(self) -> None:
         """Leave out this step, as a pass has failed and is computed again."""
@@ -189,17 +208,22 @@ class PassNoise(NoiseSampler):
         self._handles = []
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
-        """Take the norm of a parameter's gradient in a backward pass."""
+        """Take a parameter's gradient in a backward pass; those of the first pass are found in the sum."""
         first, last = self._passes[0], self._passes[-1]
-        if not last.norms:
+        if not last.places and last is not first:
+            if self._whole is None:
+                self.take_sum()
+            first.squares = first.squares or [each for each in (self._whole,) if each is not None]
             self._whole = None
-        self._mixed |= place in last.norms
-        last.norms[place] = _norm(gradient.detach())
-        if last is not first and not last.cut and len(last.norms) == len(first.norms):
-            torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
+        self._mixed |= place in last.places
+        last.places.add(place)
+        if last is not first:
+            last.take(gradient)
+            if not last.cut and len(last.places) == len(first.places):
+                torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
 
     def _end_step(self) -> None:
-        passes = [each for each in self._passes if each.norms]
+        passes = [each for each in self._passes if each.places]
         if self._handles:
             self._next = self.steps + self.every
             self._compare(passes)
@@ -218,8 +242,12 @@ class PassNoise(NoiseSampler):
         known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
         if self._whole is None or self._mixed or not known:
             return
-        own = [_add_squares(list(each.norms.values())) * (sum(sizes) ** 2 / each.rows) for each in passes]
-        self._pending.append(_Pending(sizes, torch.cat([torch.stack(own).sum(0), self._whole.to(own[0].device)])))
+        weighted = torch.zeros_like(self._whole)
+        for each in passes:
+            each.settle()
+            for square in each.squares:
+                weighted += square.to(weighted.device) * (sum(sizes) ** 2 / each.rows)
+        self._pending.append(_Pending(sizes, torch.cat([weighted, self._whole])))
         self._batch, self._compared = sum(sizes), True
 
 
@@ -246,6 +274,15 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
     """The norm, summed up in float32 at least, on the device: one kernel, as steps may wait for the host."""
     values = gradients.coalesce().values() if gradients.is_sparse else gradients
     return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, in few kernels where they are of one kind."""
+    kinds = {(each.device, each.dtype, each.layout) for each in gradients}
+    if len(kinds) > 1 or gradients[0].is_sparse:
+        return [_norm(each) for each in gradients]
+    with torch.no_grad():
+        return list(torch._foreach_norm(list(gradients), 2, dtype=_WIDER.get(gradients[0].dtype)))
 
 
 def _add_squares(norms: list[torch.Tensor]) -> torch.Tensor:
