@@ -240,7 +240,7 @@ class PassNoise(NoiseSampler):
                 "Accumulate a step over two parts of its batch, train on two ranks, or leave noise out.",
             )
         known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
-        if self._whole is None or self._mixed or not known:
+        if len(passes) < 2 or self._whole is None or self._mixed or not known:
             return
         weighted = torch.zeros_like(self._whole)
         for each in passes:
