@@ -216,12 +216,18 @@ class KeysBar(Footer):
 
     def __init__(self) -> None:
         super().__init__(compact=True, show_command_palette=False)
+        self._shown: list[object] = []  # of each key: what it does, whether it can now, and its tooltip
 
     async def recompose(self) -> None:
-        """Show the current keys, and release the previous ones.
+        """Show the current keys if they are others than before, and release the previous ones.
 
-        Each key watches whether the footer is compact, and closed ones are released only when that changes.
+        Textual asks for it whenever the focus moves. Each key watches whether the footer is compact, and closed ones
+        are released only when that changes.
         """
+        now: list[object] = [each[1:] for each in self.screen.active_bindings.values() if each.binding.show]
+        if now == self._shown:
+            return
+        self._shown = now
         await super().recompose()
         self.mutate_reactive(Footer.compact)
         forget_drawn()
