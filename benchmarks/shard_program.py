@@ -80,7 +80,12 @@ def loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 def build() -> Any:
     """The workload."""
     model = Decoder()
-    return model, torch.optim.AdamW(model.parameters(), 1e-4), loss, data()
+    return model, make_optimizer(model), loss, data()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in one kernel: its other way takes a fourth of the state for a moment."""
+    return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
 
 def hold_to_limit(split: Split) -> float:
@@ -98,7 +103,7 @@ def main() -> None:
     """Train some steps, and print what they took."""
     split = Split()
     cap, model = hold_to_limit(split), split.shard(Decoder())
-    update = torch.optim.AdamW(model.parameters(), 1e-4)
+    update = make_optimizer(model)
     started = 0.0
     for step, batch in enumerate(split.loader(data())):
         if step == WARM_UP:

@@ -26,11 +26,12 @@ from .rows import RowDevices
 
 MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone
 HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers
+LEAST_HEADROOM = 0.01  # where it doesn't fit otherwise
 MORE_HEADROOM = 0.05  # for each sharded step that ran out of memory
 LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory
 POINTS = 2  # of each device: parts of state don't move once a step was measured with them
 DIGITS = 4  # of a part
-ROUNDING = 1e-9
+HALVINGS = 30  # of the rows of a batch
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -85,7 +86,7 @@ class Sharding:
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
         full = sum(isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen)
-        free = (1 - HEADROOM - MORE_HEADROOM * times for times in range(full, -1, -1))
+        free = (*(1 - HEADROOM - MORE_HEADROOM * times for times in range(full, -1, -1)), 1 - LEAST_HEADROOM)
         found = (share_state([part * limit for limit in limits], known, problem) for part in free)
         return next((parts for parts in found if parts), None)
 
@@ -178,19 +179,28 @@ def share_state(limits: Sequence[float], needs: Sequence[Need], problem: Problem
     assert problem.state is not None
     state, speed = problem.state.state_bytes, sum(need.rate for need in needs)
     free = [limit - need.base_bytes for limit, need in zip(limits, needs, strict=True)]
-    each = [need.row_bytes * need.rate / speed for need in needs]  # of a row of the global batch, by speed
-    fitting = [(sum(free) - state) / sum(each) if sum(each) else math.inf]
-    kept = state / len(limits) * LEAST_PART
-    fitting += [(left - min(kept, left / 2)) / size for left, size in zip(free, each, strict=True) if size]
-    asked = problem.global_batch or problem.max_global_batch or math.inf
-    batch = min(*fitting, asked)
-    rows = [max(problem.multiple_of, batch * need.rate / speed) if batch < math.inf else 0.0 for need in needs]
     whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
-    left = [
-        min(size - need.row_bytes * count, limit * whole)
-        for size, need, count, limit in zip(free, needs, rows, limits, strict=True)
+
+    def leave(batch: float) -> list[float]:
+        rows = [max(problem.multiple_of, batch * need.rate / speed) for need in needs]
+        return [
+            min(size - need.row_bytes * count, limit * whole)
+            for size, need, count, limit in zip(free, needs, rows, limits, strict=True)
+        ]
+
+    kept = state / len(limits) * LEAST_PART
+    fitting = [
+        (size - min(kept, size / 2)) / need.row_bytes / need.rate * speed
+        for size, need in zip(free, needs, strict=True)
+        if need.row_bytes
     ]
-    if min(left) <= 0 or sum(left) < state * (1 - ROUNDING):
+    low, high = 0.0, min((*fitting, problem.global_batch or problem.max_global_batch or math.inf))
+    high = 0.0 if math.isinf(high) else max(high, 0.0)
+    if min(leave(low)) <= 0 or sum(leave(low)) < state:
         return None
+    for _ in range(HALVINGS):
+        middle = high if low == 0.0 and sum(leave(high)) >= state else (low + high) / 2
+        low, high = (middle, high) if sum(leave(middle)) >= state else (low, middle)
+    left = leave(low)
     parts = [round(size / sum(left), DIGITS) for size in left]
     return (*parts[:-1], round(1 - sum(parts[:-1]), DIGITS))
