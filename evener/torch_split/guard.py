@@ -312,7 +312,7 @@ class Steps(StepListener):
             self._training.timer.begin(sizes)
         weights = self._training.weights
         self._training.watch_optimizers()
-        weights.take(origin, sizes, batch)
+        weights.batches.take(origin, sizes, batch)
         if self._trains and self._training.guards:
             self._guard = Guard(weights.models, batch, self._refuse_together)
 
@@ -338,4 +338,4 @@ class Steps(StepListener):
         """An epoch is over, or left."""
         if self._trains:
             self._training.timer.pause()
-        self._training.weights.end(origin)
+        self._training.weights.batches.end(origin)

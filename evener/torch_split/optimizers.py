@@ -43,7 +43,7 @@ class OptimizerCheck:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         trainer = self.trainer()
         known, by_loss = self._counts.get(optimizer) == count, isinstance(optimizer, LBFGS)
-        if (known and not by_loss) or trainer is None or not trainer.is_training():
+        if (known and not by_loss) or trainer is None or not trainer.batches.is_training():
             return None
         if closure is None:
             return self._look(optimizer, count, trainer)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
-from ..torch_rows.loader import Epoch
 from . import wrapped as model_checks
 from .batch import BatchTracker, TakenBatch
 from .collectives import average
@@ -179,17 +178,9 @@ class BatchWeights:
         if self.timer.has_own_work:
             self.timer.note_backward()
 
-    def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Take a batch that a loader yields."""
-        self.batches.take(origin, sizes, data)
-
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch of which the ranks have these rows."""
         self.batches.begin(sizes)
-
-    def end(self, origin: Epoch) -> None:
-        """An epoch is over."""
-        self.batches.end(origin)
 
     def open_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of this batch."""
@@ -322,10 +313,6 @@ class BatchWeights:
     def average(self, loss: Any, device: Any) -> Any:
         """The current batch's figure, made of each rank's figure of its own rows."""
         return average(loss, self.sizes, device, self.timer)
-
-    def is_training(self) -> bool:
-        """True if a loop may still use a batch to train on."""
-        return self.batches.is_training()
 
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
