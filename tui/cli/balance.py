@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -119,20 +119,26 @@ def _read_budget(request: Request, budget: str | None, resume: str | None) -> tu
 
 def _run_dry(job: Job, as_json: bool) -> int:
     """Build, step and print what a search would do; returns the exit code."""
-    stop, phases = threading.Event(), set[str]()
+    stop = threading.Event()
+    with stopped_by_signals(stop.set, "stopping") as caught:
+        outlook = dry_run(job, _say_phases(), stop)
+    if outlook is None:
+        return caught[0] if caught else 1
+    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(_outlook_lines(outlook))
+    print(text, flush=True)
+    return 0
+
+
+def _say_phases() -> Callable[[ProbeProgress], None]:
+    """A report that prints each phase once, as it begins."""
+    phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
         if progress.phase not in phases:
             phases.add(progress.phase)
             print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
 
-    with stopped_by_signals(stop.set, "stopping") as caught:
-        outlook = dry_run(job, report, stop)
-    if outlook is None:
-        return caught[0] if caught else 1
-    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(_outlook_lines(outlook))
-    print(text, flush=True)
-    return 0
+    return report
 
 
 def _outlook_json(outlook: Outlook) -> dict[str, object]:

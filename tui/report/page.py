@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from evener.balancer.journal import Header
 from evener.balancer.number_format import duration, percent, rate, write_share
 from evener.errors import RequestError
 from evener.plan.file import Evidence, Throughput
@@ -129,19 +130,21 @@ def _probes(report: RunReport) -> str:
 def _ranking(report: RunReport) -> str:
     heads = ("tokens/s", "padding") if report.plan.throughput.tokens_per_second else ()
     energy = ("samples/J", "W", "idle W") if any(bar.throughput.samples_per_joule for bar in report.ranking) else ()
-    rows = [
-        (
-            bar.name,
-            write_layout(bar.layout, report.header),
-            *((rate(bar.throughput.tokens_per_second), percent(bar.throughput.padding, 1)) if heads else ()),
-            rate(bar.throughput.samples_per_second),
-            f"{rate(bar.throughput.low)} – {rate(bar.throughput.high)}",
-            *(_energy(bar.throughput) if energy else ()),
-            _step_milliseconds(bar),
-        )
-        for bar in report.ranking
-    ]
+    rows = [_ranking_row(bar, report.header, bool(heads), bool(energy)) for bar in report.ranking]
     return _table(("layout", "where", *heads, "samples/s", "95 % interval", *energy, "step ms"), rows, numbers_from=2)
+
+
+def _ranking_row(bar: Evidence, header: Header, tokens: bool, energy: bool) -> tuple[str, ...]:
+    figure = bar.throughput
+    return (
+        bar.name,
+        write_layout(bar.layout, header),
+        *((rate(figure.tokens_per_second), percent(figure.padding, 1)) if tokens else ()),
+        rate(figure.samples_per_second),
+        f"{rate(figure.low)} – {rate(figure.high)}",
+        *(_energy(figure) if energy else ()),
+        _step_milliseconds(bar),
+    )
 
 
 def _energy(figure: Throughput) -> tuple[str, str, str]:

@@ -169,13 +169,17 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
         return text_lines("Stopping: the best plan so far is kept.", width, 3, "warn")
     if state.paused:
         return text_lines("Paused: no new probe starts until you resume.", width, 3, "warn")
+    return text_lines(_searching_words(state), width, 3)
+
+
+def _searching_words(state: SessionState) -> str:
+    """Where the model is being built, if that is all that goes on, else what is measured and why."""
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
         where = {state.devices[i]: None for each in building for i in each.probe.layout.active}
         longest = max(each.phase_seconds for each in building)
-        return text_lines(f"The model is being built on {', '.join(where)}: {duration(longest)}.", width, 3)
-    doing = state.belief.doing if state.belief is not None else "The first probes are starting."
-    return text_lines(doing, width, 3)
+        return f"The model is being built on {', '.join(where)}: {duration(longest)}."
+    return state.belief.doing if state.belief is not None else "The first probes are starting."
 
 
 def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line, ...]:
