@@ -93,14 +93,14 @@ class Bounds:
         enough = math.ceil(overhead / slope / gain / quantum) * quantum
         return max(quantum, min(limit, enough))
 
-    def reachable(self, device: DeviceCurve, reach: int = BLIND_GROWTH) -> int:
+    def reachable(self, device: DeviceCurve) -> int:
         """The largest batch that is near enough to what ran for the curve to be trusted; of a free one, that is useful.
 
         Flat curves hide where time begins to rise (flat, then linear, in 20 s).
         """
         ran = self._devices[device.position].memory.ran
         most = self.useful(device) if self._problem.global_batch is None else device.limit
-        return min(most, reach * ran // self._quantum * self._quantum) if ran else most
+        return min(most, BLIND_GROWTH * ran // self._quantum * self._quantum) if ran else most
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""

@@ -2,8 +2,8 @@
 
 Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
 and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
-take time to start. A round alone that a plan can do without takes at most `MOST_OF_LEFT` of what is left of that part,
-and keeps the time of the first split. The first rounds and the splits need only to fit.
+take time to start. Before the first split, a round alone that a plan can do without takes at most `BEFORE_A_SPLIT` of
+what is left of that part, and keeps the time of that split. Other probes need only to fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
-from .ranking import worthwhile_gain
+from .ranking import smallest_gain
 from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
@@ -33,21 +33,11 @@ CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning 
 GROWS = 0.65  # of the budget: packs grow until then
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 
-EXPLORES = 0.24  # of the budget, where packs and placements follow
-EXPLORES_SOLO = 0.15  # the same without splits
-EXPLORES_MOST = 0.45  # of the budget, where children start slowly
-SOLO_STAGE = 1.2  # exploration gets at least this many times what the solo stage needs
-SOLO_SHARE = 0.15  # of the budget, for the solo stage's measurements
-SOLO_SECONDS = 15.0  # the most for them
-STEPS_SHARE = 0.4  # of the time that no start takes, for one probe of every candidate
+EXPLORES = 0.4  # of the budget, where packs and placements follow, each with children that have to start
 MOST_OF_LEFT = 0.4  # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
-BEFORE_A_SPLIT = 0.2  # the same before the first split, which adds a point to every curve (flat, then linear, in 20 s)
-SURPRISE = 6  # an exploring probe has 1 / this of what is left: a flat curve may hide long steps (knee, slow_start)
-SLACK = 1.25  # times the predicted time of the first split that is kept for it
-AT_ONCE = 0.4  # of the shortest probe: one that ends with its second step (flat, then linear, in 20 s)
-STEPS_TO_COME = 8  # of any probe: the first, the warm-up, and a few blocks
+BEFORE_A_SPLIT = 0.2  # of what is left: a round before the first split, which adds to all curves (flat, then linear)
+SURPRISE = 12  # an exploring probe has 1 / this of what is left: a flat curve may hide long steps (knee, slow_start)
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
-QUICKEST_STEP = 0.05  # seconds; steps up to this long are tried under any budget
 
 
 class Budget:
@@ -98,17 +88,19 @@ class Budget:
         end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
         return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
 
-    def affords_at_once(self, layout: Layout, step_seconds: float) -> bool:
-        """True if two steps of this layout can end within the budget."""
-        return self.seconds is None or self.spent + AT_ONCE * self.least_seconds(layout, step_seconds) <= self.seconds
-
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
         if self.seconds is None:
             return True
         left = self._end("solo") - self.spent
-        kept = next((kept for kept in (SLACK * after, AT_ONCE * after) if kept <= left), 0.0)
-        return seconds <= (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left and seconds + kept <= left
+        return seconds + after <= left and seconds <= (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left
+
+    def growth(self, step_seconds: float, after: float = 0.0) -> float:
+        """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
+        if self.seconds is None or not step_seconds:
+            return math.inf
+        left = self._end("solo") - self.spent - after
+        return max(1.0, (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left / (2 * step_seconds))
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left."""
@@ -117,7 +109,7 @@ class Budget:
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
         left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
-        return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
+        return gain > smallest_gain(self._problem.tolerance) + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
@@ -150,11 +142,6 @@ class Budget:
         """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
 
-    @property
-    def has_time_to_explore(self) -> bool:
-        """True while exploration's part of the budget isn't spent."""
-        return self.seconds is None or self.spent <= self._end("split")
-
     def _end(self, stage: Stage) -> float:
         assert self.seconds is not None
         if self.race_is_over:  # exploration may have the rest
@@ -171,13 +158,7 @@ class Budget:
         return self._part_to_explore(self.seconds or 0.0)
 
     def _part_to_explore(self, budget: float) -> float:
-        if not self._options.needs_more_children:
-            return LATER_TURNS_END_BY * budget
-        splits = self._options.with_splits and self._problem.devices > 1
-        part = (EXPLORES if splits else EXPLORES_SOLO) * budget
-        start = self._solo_start
-        alone = SOLO_STAGE * (start + min(SOLO_SHARE * budget, SOLO_SECONDS))
-        return max(part, min(EXPLORES_MOST * budget, alone)) if start else part
+        return (EXPLORES if self._options.needs_more_children else LATER_TURNS_END_BY) * budget
 
     def longest_step(self) -> float:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
@@ -185,32 +166,12 @@ class Budget:
         if self.seconds is not None:
             left = MOST_OF_LEFT * (self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
-        limits = (longest / (FEWEST_STEPS + self.tuning_steps), self._longest_for_all)
-        return min(one for one in limits if one is not None)
+        return longest / (FEWEST_STEPS + self.tuning_steps)
 
     @property
     def limits_steps(self) -> bool:
         """True if the time of a step is limited at a free batch."""
         return self.seconds is not None
-
-    @cached_property
-    def _longest_for_all(self) -> float | None:
-        """The step time at which one probe of every candidate still fits the budget."""
-        if self.seconds is None or not self._options.needs_more_children:
-            return None
-        starts, probes = self._still_to_come()
-        free = max(0.0, self.seconds - starts * self._solo_start)
-        return max(QUICKEST_STEP, STEPS_SHARE * free / (STEPS_TO_COME * probes))
-
-    def _still_to_come(self) -> tuple[float, float]:
-        """(starts, as a multiple of a solo start, and the number of probes) to measure every candidate once."""
-        devices, knobs = self._problem.devices, len(self._options.knobs)
-        starts, probes = {"": 1.0 + knobs}, 1.0 + knobs
-        for family in self._options.wanted:
-            groups = family.count_groups(self._options, devices) if devices >= family.fewest_devices else 0
-            starts[family.kind] = max(groups * family.start_cost, starts.get(family.kind, 0.0))
-            probes += groups
-        return sum(starts.values()), probes
 
     # ------------------------------------------------------------------ what probes cost
 

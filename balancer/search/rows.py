@@ -17,11 +17,9 @@ from .decisions import plan_curves
 from .device_model import DeviceModel
 from .layouts import split_evenly
 from .predictions import Predictions
-from .ranking import worthwhile_gain
+from .ranking import smallest_gain
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
-
-OTHER_BATCH = 0.03  # relative: tolerable global batches that differ by more are worth a race
 
 MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most efficient 2, 3, ...
 BEST = 2  # splits that are worth a measurement
@@ -127,31 +125,19 @@ class RowDevices(DeviceModel):
             return [layout] if layout and self._model.bounds.surely_hold(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
-        layouts += self._on_other_hosts(chosen, found)
         if chosen.in_passes and (one_pass := self.predictions.one_pass_split):
             layout = self.predictions.layout(one_pass)
             layouts += [layout] if self._model.bounds.surely_hold(layout) else []
         return layouts
 
-    def _on_other_hosts(self, chosen: Layout, found: dict[Layout, float]) -> list[Layout]:
-        """The fastest measured split across hosts if the chosen one is on one host, and the other way round."""
-        one_host = self._model.count_hosts(chosen) == 1
-        others = [layout for layout in found if (self._model.count_hosts(layout) == 1) != one_host]
-        return [max(others, key=lambda layout: found[layout])] if others else []
-
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
         batch = self._problem.global_batch
         return {
-            layout: max(self._rate_of(one) for one in turns)
+            layout: max(one.samples_per_second for one in turns)
             for layout, turns in self._seen.still_fit(self._seen.timed(("split",))).items()
             if batch is None or layout.global_batch == batch
         }
-
-    def _rate_of(self, split: Timed) -> float:
-        """A split's samples/s as measured; as predicted if a device was held back and the measured rate is lower."""
-        predicted = self._model.predicted_rate(split.probe.layout) if split.held_back() else 0.0
-        return max(split.samples_per_second, predicted)
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
         """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
@@ -170,9 +156,9 @@ class RowDevices(DeviceModel):
         wanted = [
             one
             for one in (predictions.tolerable, predictions.insured)
-            if one and abs(one.global_batch / chosen.global_batch - 1) > OTHER_BATCH
+            if one and one.global_batch != chosen.global_batch
         ]
-        gain = worthwhile_gain(self._problem.tolerance)
+        gain = smallest_gain(self._problem.tolerance)
         if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
             wanted.append(fastest)
         return [layout for layout in map(predictions.layout, wanted) if self._model.bounds.surely_hold(layout)]

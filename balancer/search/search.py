@@ -109,15 +109,15 @@ class Search:
     def _decide(self) -> Decision:
         """The first stage that wants a probe gets it.
 
-        The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent, or all
-        measured splits no longer fit. When it is over, exploration may spend the rest of the budget.
+        The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent. When it is
+        over, exploration may spend the rest of the budget.
         """
         if again := self._seen.open_failures():
             same = tuple(probe for probe in again if probe.stage == again[0].stage)
             return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
         model, sharding = self._reading.model, self._reading.sharding
         why = explain_nobody(model) if not model.live else self._reading.devices.why_none()
-        if not why and self._explores(model) and (decision := self._explore(self._reading.budget)):
+        if not why and (decision := self._explore(self._reading.budget)):
             return decision
         if sharding is not None and (probes := sharding.next_probes()):
             return Decision(probes, explain_sharding(probes[0]))
@@ -158,15 +158,6 @@ class Search:
         """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
         probes = self._reading.devices.next_probes(budget, self.options.with_splits)
         return Decision(probes, explain_exploring(probes[0], bool(self._reading.devices.splits))) if probes else None
-
-    def _explores(self, model: MachineModel) -> bool:
-        """True if exploration may go on.
-
-        It may without a budget, before the race, while exploration's part of the budget isn't spent (for
-        `balance` 95 % of all), or when no measured split fits any more.
-        """
-        none_fits = bool(model.splits) and not model.fitting_splits
-        return none_fits or not self._seen.in_stage("race") or self._reading.budget.has_time_to_explore
 
     def _why_over(self, model: MachineModel) -> str:
         found = self._reading.race.ranking

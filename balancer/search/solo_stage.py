@@ -21,16 +21,16 @@ from .model.hope import bend_is_open, hopeful_curve
 from .model.memory import BLIND_GROWTH
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
-from .ranking import COMES_TRUE, LEAST_RATE
+from .ranking import LEAST_RATE
 
 MOST_ROUNDS = 12  # with a budget or without
 SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
 RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
-STRIDE = 32  # a batch grows at once up to this many times what ran; real kernels have a peak between
+STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
+PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 MOST_PASSES = 4  # of the probe that shows what passes cost
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
 CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
-PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
@@ -195,8 +195,11 @@ class SoloStage:
         device, curve = self._model.devices[position], self._model.alone[position]
         ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
         rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
-        stride = (STRIDE if rises else BLIND_GROWTH) * ran // self._quantum * self._quantum
-        return min(self._farthest(position), self._model.bounds.alone(position), max(stride, self._quantum))
+        most = min(self._farthest(position), self._model.bounds.alone(position), STRIDE * ran)
+        if rises or curve is None:
+            return most
+        growth = min(BLIND_GROWTH, self._budget.growth(curve.seconds(ran), self._after))
+        return min(most, max(int(growth * ran) // self._quantum, 1) * self._quantum)
 
     def _farthest(self, position: int) -> int:
         """The largest batch that any round may measure: by memory, by what it gains and by time."""
@@ -220,7 +223,7 @@ class SoloStage:
         known = self._fastest(ran)
         if known is None:
             return math.inf
-        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
+        return wanted.samples_per_second / known.samples_per_second - 1
 
     def _shows_more(self, position: int, share: int) -> bool:
         """Whether a share lies beyond what ran, or where the device may be faster than its curve."""

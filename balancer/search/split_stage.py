@@ -9,19 +9,16 @@ alone comes before the first split if there is time for both: it is compared in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from evener.shares.waterfill import Allocation
 
 from ..types import Failed, Probe, Stage
-from .budget import SHORTEST_PROBE_SECONDS, Budget
+from .budget import Budget
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, worthwhile_gain
+from .ranking import LEAST_GAIN, smallest_gain
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and some run out of memory
+AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
 MOST_FAILED = 2  # after this many failed splits no more are tried
-NEAR_BATCH = 0.1  # relative: predicted batches nearer to a measured one aren't measured: noise moves predictions
-AT_REST = 1.3  # a device may be this many times as fast while the others are idle: solo times have contention in them
 
 
 class SplitStage:
@@ -47,9 +44,7 @@ class SplitStage:
         stage: Stage = "split" if layout.traits.together else "rest"
         ends_with: Stage = stage if self._model.splits else "race"
         if not self._budget.affords(layout, ends_with, wanted.seconds, reserved=after):
-            rough = not after and not self._model.splits and not self._seen.in_stage("rest")  # better than no plan
-            rough = rough and self._budget.affords_at_once(layout, wanted.seconds)
-            return Probe(layout, stage, SHORTEST_PROBE_SECONDS) if rough else None
+            return None
         left = MOST_SPLITS - len(self._model.splits)
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
 
@@ -60,25 +55,11 @@ class SplitStage:
         used = len(tried) + len(self._seen.in_stage("rest"))
         if len(self._model.live) < 2 or used >= MOST_SPLITS or failed >= MOST_FAILED:
             return None
-        for wanted in self._choices():
-            layout = self._predictions.layout(wanted)
-            if layout.traits.together and all(layout != seen.probe.layout for seen in tried):
-                return wanted
-        return None
-
-    def _choices(self) -> Iterator[Allocation]:
-        """The allocations that are worth a probe; a generator, as each takes time to compute."""
-        fastest = self._predictions.fastest_split
-        if fastest and self._gains(fastest):
-            yield fastest
-        late = self._budget.race_is_over  # then a smaller batch is not worth another race
-        if not late and (tolerable := self._predictions.tolerable) and self._is_new(tolerable):
-            yield tolerable
-
-    def _is_new(self, wanted: Allocation) -> bool:
-        """Whether no split of nearly this global batch was measured: noise would move the prediction again."""
-        tried = [seen.probe.layout.global_batch for seen in self._model.fitting_splits]
-        return all(abs(batch / wanted.global_batch - 1) > NEAR_BATCH for batch in tried)
+        wanted = self._predictions.fastest_split
+        if wanted is None or not self._gains(wanted):
+            return None
+        layout = self._predictions.layout(wanted)
+        return wanted if layout.traits.together and all(layout != seen.probe.layout for seen in tried) else None
 
     def _gains(self, wanted: Allocation) -> bool:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
@@ -97,7 +78,7 @@ class SplitStage:
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
         walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
-        return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
+        return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
@@ -136,8 +117,7 @@ class SplitStage:
         """Whether one of several devices may beat all splits when the others are at rest."""
         best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
-        hidden = 1.0 if self._predictions.layout(wanted).in_passes else AT_REST
-        if wanted.samples_per_second * hidden > best:
+        if wanted.samples_per_second * AT_REST > best:
             return True
         unseen = self._problem.global_batch is not None and not self._model.at_rest
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared

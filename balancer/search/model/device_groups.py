@@ -10,8 +10,6 @@ from .step_time import LEAST_ERROR, SAME_BATCH, Point
 
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
 BATCH_ERRORS = 4.0  # the same for a single batch
-SAME_MEMORY = 0.01  # relative
-NEAR = 0.2  # devices over 20 % apart are never grouped
 FEWEST_COMMON = 2  # batches in common
 
 
@@ -21,9 +19,6 @@ def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
         for group in reversed(groups):
-            if pace[group[0]] * (1 + NEAR) < pace[position]:
-                groups.append([position])
-                break
             if same_speed(devices[group[0]], devices[position]):
                 group.append(position)
                 break
@@ -33,11 +28,11 @@ def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if noise alone explains how two devices differ, in time at every common batch and in memory."""
+    """True if noise alone explains how two devices differ, in time at every common batch."""
     if one.lost or other.lost:
         return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    if len(pairs) < FEWEST_COMMON or not _same_memory(one, other):
+    if len(pairs) < FEWEST_COMMON:
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
     errors = [math.hypot(max(a.error, LEAST_ERROR), max(b.error, LEAST_ERROR)) for a, b in pairs]
@@ -55,9 +50,3 @@ def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:
 
 def _common(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[Point, Point]]:
     return [(a, b) for a in points for b in others if abs(a.batch - b.batch) <= SAME_BATCH * a.batch]
-
-
-def _same_memory(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    sizes = dict(other.memory.points)
-    shared = [(size, sizes[batch]) for batch, size in one.memory.points if batch in sizes]
-    return all(abs(a - b) <= SAME_MEMORY * max(a, b) for a, b in shared)

@@ -46,7 +46,6 @@ class Store(Protocol):
         """True if others hold as much of the device's memory as when a layout ran out of it."""
 
 
-ENOUGH_STEADY = 2  # points without those in which the device was held back
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
@@ -197,7 +196,7 @@ def read_points(
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    found = steady if len(steady) >= ENOUGH_STEADY and slower == 1 else found
+    found = steady if steady and slower == 1 else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))

@@ -179,12 +179,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return self._in_split().largest_to_try(cap, quantum)
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below the limit."""
-        safe = self.ran
-        guess = self._in_split().predict_largest()
-        if self.failed is None and guess is not None and self.ran:
-            safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
-        return min(safe, cap) // quantum * quantum
+        """The largest batch, at most `cap`, that surely fits: what ran."""
+        return min(self.ran, cap) // quantum * quantum
 
     def bytes_at(self, batch: int) -> float:
         """Bytes at `batch` by straight lines through the points; from the origin with one point. Needs a point."""

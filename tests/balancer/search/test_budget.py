@@ -16,10 +16,10 @@ from evener.balancer.result.outcome import RunEnd, find_retreats, find_short_bud
 from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import Stop
-from evener.balancer.search.layouts import BALANCE, LayoutOptions, shrink
+from evener.balancer.search.layouts import LayoutOptions, shrink
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")))
@@ -225,15 +225,6 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
         assert asked == pytest.approx(first)
 
 
-def test_slow_starts_give_exploration_a_larger_part_but_no_longer_probes() -> None:
-    """A fifth more than a start of 100 s and 15 s of measuring: of 400 s for packs, the usual part is less."""
-    problem = Problem(1, (None,), budget_seconds=400.0)
-    seen = Observations(problem)
-    probe = Probe(Layout("solo", (8,)), "solo", 4.0)
-    seen.add(Timed(probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, 101.0, start_seconds=100.0))
-    assert Budget(problem, LayoutOptions(("solo", "pack")), seen).explore_seconds == pytest.approx(138.0)
-
-
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
     assert search.unmeasured() == ()
@@ -275,23 +266,6 @@ def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None
             proven = [max(share for j, share in ran if j == i) for i in probe.layout.active]
             for i, most in zip(probe.layout.active, proven, strict=True):
                 assert probe.layout.shares[i] <= max(most, min(limit, 1.25 * most))
-
-
-def longest_step(options: LayoutOptions, start: float, budget: float | None = 100.0) -> float:
-    """Of two devices whose first children took so long to start."""
-    problem = Problem(2, (None, None), budget_seconds=budget)
-    seen = Observations(problem)
-    probe = Probe(solo(2, 0, 8), "solo", 1.0)
-    seen.add(Timed(probe, 0.01, 0.01, 0.01, 10, (None, None), (None, None), 0.01, start + 1, start_seconds=start))
-    return Budget(problem, options, seen).longest_step()
-
-
-def test_a_short_budget_tries_no_long_steps() -> None:
-    """The longest step falls with the number of layouts and with what starting takes; without a budget any will do."""
-    assert 0 < longest_step(ALL, 6.0) < longest_step(ALL, 0.5) < 10
-    assert longest_step(ALL, 6.0) < longest_step(LayoutOptions(("solo", "even")), 6.0)
-    assert longest_step(ALL, 6.0) < longest_step(BALANCE, 6.0)
-    assert longest_step(ALL, 6.0, None) > 10
 
 
 def test_no_layout_shrinks_to_nothing() -> None:

@@ -61,8 +61,8 @@ def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
     _, seen = noisy(EQUAL, 0.1, 0, budget_seconds=120.0)
     turns = [one.probe.turn for one in seen if one.probe.stage == "race"]
     assert turns == sorted(turns)
-    assert max(turns) >= 2
-    for turn in range(1, max(turns)):
+    assert max(turns) >= 1
+    for turn in range(1, max(turns) + 1):
         layouts = [one.probe.layout for one in seen if one.probe.stage == "race" and one.probe.turn == turn]
         assert len(layouts) == len(set(layouts)) >= 2
 

@@ -73,15 +73,12 @@ def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) ->
 def test_batches_are_not_doubled_for_a_gain_that_the_tolerance_leaves() -> None:
     """Sums take 4 ms: beyond 7,000 rows each doubling gains less than 1 %. Without a tolerance all of it is wanted."""
     far = Bench(((2.0, 0.12, 0, 16_000), (2.0, 0.12, 0, 16_000)), 0.004)
-    largest, explored = {}, 0
+    plans = {}
     for tolerance in (0.0, 0.02):
-        search, seen = searched(far, far.problem(tolerance=tolerance))
-        batches = [one.probe.layout.global_batch for one in seen if one.probe.layout.kind == "split"]
-        largest[tolerance] = max(batches)
-        explored = sum(one.probe.stage == "split" for one in seen)
+        search, _ = searched(far, far.problem(tolerance=tolerance))
         best = search.best()
         assert best is not None
+        plans[tolerance] = best.layout.global_batch
         assert far.rate(best.layout) >= (1 - tolerance - 0.005) * far.best()[0]
-    assert largest[0.0] > 30_000
-    assert largest[0.02] < 10_000
-    assert explored == 2
+    assert plans[0.0] > 30_000
+    assert plans[0.02] < 10_000
