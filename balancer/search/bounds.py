@@ -23,7 +23,7 @@ from .model.evidence import DeviceEvidence
 from .model.memory import BLIND_GROWTH, UNBOUNDED
 from .ranking import smallest_gain
 
-LONGER = 1.25  # times the step of the largest batch that ran on the device: allowed whatever the budget
+LONGER = 1.25  # times the step of the largest batch that ran: allowed whatever the budget (huge_steps)
 
 
 class Bounds:

@@ -24,12 +24,12 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 4.0, "rest": 4.0, "split": 6.0, "part": 4.0, "shard": 6.0,
     "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
 }  # fmt: skip
-STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many
+STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many (passes_none, tol_jagged)
 LONGEST_PROBE_SECONDS = 60.0
-SHORTEST_PROBE_SECONDS = 0.2
+SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring
-FEWEST_STEPS = 5  # below it a probe is not worth its start
-CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning time grows with them
+FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
+CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning grows with them (TensorFlow, recorded)
 GROWS = 0.65  # of the budget: packs grow until then
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 

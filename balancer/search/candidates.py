@@ -16,7 +16,7 @@ from .layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
 from .machine_model import MachineModel
 from .packing import Packing
 
-RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race
+RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race: to a quarter
 
 
 class Candidates:

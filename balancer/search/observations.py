@@ -22,7 +22,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
-CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed
+CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed (throttle)
 
 Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]

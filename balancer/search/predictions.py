@@ -18,12 +18,12 @@ from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
 from .ranking import smallest_gain
 
-INSURED = 0.85  # of the tolerance: a small disappointment still passes, or the fastest may win with twice the batch
+INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
-FEW_HOSTS = 3  # up to this many, every set of hosts is tried
+FEW_HOSTS = 3  # up to this many, every set of hosts is tried: seven (hosts)
 LIKELY_SETS = 2  # beyond: this many of the best, and all hosts: no worse than every set on 240 random clusters of 4
-HALVINGS = 6  # of the time between two bends of a curve
+HALVINGS = 6  # of the time between two bends of a curve: to 2 % of it (hosts)
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]
 

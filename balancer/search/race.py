@@ -23,7 +23,7 @@ from .statistics import relative_half_width
 
 MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
-PACKS_TO_EXPECT = 6  # the same for growing packs
+PACKS_TO_EXPECT = 6  # the same for growing packs: 2, 3, 5, 8, 13, 21
 
 
 class Race:

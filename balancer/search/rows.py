@@ -21,7 +21,7 @@ from .ranking import smallest_gain
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
-MOST_TO_COMBINE = 6  # devices, of which every set is tried; of more, the most efficient 2, 3, ...
+MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ...
 BEST = 2  # splits that are worth a measurement
 
 

@@ -23,14 +23,14 @@ from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
 from .ranking import LEAST_RATE
 
-MOST_ROUNDS = 12  # with a budget or without
+MOST_ROUNDS = 12  # with a budget or without: where hopes have no end (stairs, 16 devices)
 SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
 RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
 PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
-MOST_PASSES = 4  # of the probe that shows what passes cost
-LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same
-CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope
+MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
+LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same (flat, then linear, in 20 s)
+CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope (knee; stairs in 20 s)
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 

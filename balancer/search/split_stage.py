@@ -16,9 +16,9 @@ from .budget import Budget
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, smallest_gain
 
-MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and some run out of memory
+MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
 AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
-MOST_FAILED = 2  # after this many failed splits no more are tried
+MOST_FAILED = 2  # splits, after which no more are tried: a network that fails takes minutes each time
 
 
 class SplitStage:

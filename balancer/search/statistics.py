@@ -16,7 +16,7 @@ from ..types import Interval, Timed
 
 Sample = tuple[float, float, float]  # x, y, weight
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
-TYPICAL_BLOCKS = 8  # of a probe; turns the half-width of its interval into a standard error
+TYPICAL_BLOCKS = 8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from .evidence import DeviceEvidence
 from .step_time import LEAST_ERROR, SAME_BATCH, Point
 
-MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1
-BATCH_ERRORS = 4.0  # the same for a single batch
+MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
+BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
 FEWEST_COMMON = 2  # batches in common
 
 

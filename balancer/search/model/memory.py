@@ -15,15 +15,15 @@ import msgspec
 
 from ...types import OutOfMemory, Timed
 
-MARGIN = 0.003  # of the predicted batch, left free: allocators round up
+MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
-FINE = 0.03  # relative: a gap between ran and failed below this is not narrowed further
+FINE = 0.03  # relative: a gap between ran and failed below this isn't narrowed: each try may run out
 WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
-SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run
-SAFE_GROWTH = 1.25  # times the largest that ran: the most that is safe without having run
-TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure
+SAFE_SHARE = 0.8  # of the largest batch that a borrowed line, or one of tokens, predicts: tried without having run
+SAFE_GROWTH = 1.25  # times the largest that ran: tried though a borrowed line says that it doesn't fit
+TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
 SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
-BELIEVED = 0.7  # of the free memory: used if the line bends upwards
+BELIEVED = 0.7  # of the free memory: used if the line bends upwards (bent memory: 4 more run out without)
 UNBOUNDED = 1 << 30  # samples
 BEFORE_THE_RACE = -1
 DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding dominates

@@ -21,13 +21,13 @@ from ..statistics import rising_line
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
-LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs
+LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
 
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 LEAST_RISE = 4.0  # times what a point may be off: a smaller one could explain anything (noise of stall)
-WIDEST = 4096  # samples: the largest power of two that is tried as the width of a stair
-MOST_STAIRS = 200  # in a curve
+WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
+MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
 
 class Point(msgspec.Struct, frozen=True):
