@@ -17,7 +17,7 @@ from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
-from .ranking import smallest_gain
+from .ranking import worthwhile_gain
 from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
@@ -109,7 +109,7 @@ class Budget:
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
         left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
-        return gain > smallest_gain(self._problem.tolerance) + PRICE * seconds / left
+        return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""

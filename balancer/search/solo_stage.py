@@ -21,7 +21,7 @@ from .model.hope import bend_is_open, hopeful_curve
 from .model.memory import BLIND_GROWTH
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
-from .ranking import LEAST_RATE
+from .ranking import COMES_TRUE, LEAST_RATE
 
 MOST_ROUNDS = 12  # with a budget or without: where hopes have no end (stairs, 16 devices)
 SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
@@ -223,7 +223,7 @@ class SoloStage:
         known = self._fastest(ran)
         if known is None:
             return math.inf
-        return wanted.samples_per_second / known.samples_per_second - 1
+        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
 
     def _shows_more(self, position: int, share: int) -> bool:
         """Whether a share lies beyond what ran, or where the device may be faster than its curve."""

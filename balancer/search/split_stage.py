@@ -14,7 +14,7 @@ from evener.shares.waterfill import Allocation
 from ..types import Failed, Probe, Stage
 from .budget import Budget
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, smallest_gain
+from .ranking import LEAST_GAIN, worthwhile_gain
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
 AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
@@ -78,7 +78,7 @@ class SplitStage:
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
         walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
-        return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
+        return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""

@@ -19,8 +19,8 @@ MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a 
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
 FINE = 0.03  # relative: a gap between ran and failed below this isn't narrowed: each try may run out
 WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
-SAFE_SHARE = 0.8  # of the largest batch that a borrowed line, or one of tokens, predicts: tried without having run
-SAFE_GROWTH = 1.25  # times the largest that ran: tried though a borrowed line says that it doesn't fit
+SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes)
+SAFE_GROWTH = 1.25  # times the largest that ran: the most that is safe without having run (the same)
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
 SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
 BELIEVED = 0.7  # of the free memory: used if the line bends upwards (bent memory: 4 more run out without)
@@ -148,7 +148,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit.
 
-        With `hoped`, the largest that may fit after all, however many tries lie before it.
+        With `hoped`, the largest that may fit after all, however many tries lie before it; two that failed are enough.
         """
         above = min(cap, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum)) if self.unsure else cap
         if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
@@ -158,7 +158,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return max(self.ran, min(guess, above)) // quantum * quantum
         wanted = self.ran * BLIND_GROWTH
         if self.failed is not None:
-            wanted = self.failed - quantum if hoped else self._middle(self.failed)
+            wanted = self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
         return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
 
     def bound(self, batch: int, quantum: int = 1) -> int:
@@ -179,8 +179,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return self._in_split().largest_to_try(cap, quantum)
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that surely fits: what ran."""
-        return min(self.ran, cap) // quantum * quantum
+        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below the limit."""
+        safe = self.ran
+        guess = self._in_split().predict_largest()
+        if self.failed is None and guess is not None and self.ran:
+            safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
+        return min(safe, cap) // quantum * quantum
 
     def bytes_at(self, batch: int) -> float:
         """Bytes at `batch` by straight lines through the points; from the origin with one point. Needs a point."""

@@ -95,6 +95,14 @@ def test_a_bend_of_memory_is_not_taken_for_what_a_split_holds(bend: float, share
     assert memory.largest_in_split(10**6) == memory.largest_to_try(10**6)
 
 
+def test_safe_is_what_ran_or_little_more() -> None:
+    """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
+    points = ((8, 1800), (64, 7400), (200, 21_000))
+    assert Memory(1_000_000, points, 200).largest_safe(10**6) == 250
+    assert Memory(22_000, points, 200).largest_safe(10**6) == 200
+    assert Memory(1_000_000, points, 200, failed=300, failures=1).largest_safe(10**6) == 200
+
+
 LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
 
 
