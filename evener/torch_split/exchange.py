@@ -286,8 +286,8 @@ class Exchange:
         while self._seen and self._seen[0].is_there():
             if not self._seen.pop(0).is_right():
                 raise RequestError(
-                    "The ranks sum gradients of different batches: one has left a batch out, as a loop does that goes"
-                    " on after a loss of NaN or an error on this rank alone.",
+                    "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a"
+                    " loop does that goes on after a loss of NaN, or an error, on this rank alone.",
                     "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
                 )
 

@@ -196,6 +196,22 @@ def test_a_pass_without_backward_is_refused_unless_nothing_is_learned(split: Spl
         assert sum(part.rows for part in split.parts(batch)) == 8
 
 
+def test_gradients_that_are_dropped_between_the_parts_of_a_batch_are_missed(split: Split) -> None:
+    model = split.wrap(torch.nn.Linear(3, 1).double())
+    batch = next(iter(split.loader(ROWS)))
+
+    def train(drops: bool) -> None:
+        model.zero_grad()
+        for part in split.parts(batch):
+            if drops:
+                model.zero_grad()
+            part.backward(model(part.batch[0]).mean())
+
+    train(drops=False)
+    with pytest.raises(RequestError, match="gradients of the batch's earlier passes are gone"):
+        train(drops=True)
+
+
 def test_parts_of_no_batch_are_refused(split: Split) -> None:
     with pytest.raises(RequestError, match=r"no batch of split\.loader"):
         next(split.parts(ROWS.tensors))

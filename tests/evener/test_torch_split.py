@@ -299,6 +299,29 @@ def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
     leave_group()
 
 
+@pytest.mark.parametrize("kind", ["before", "after", "none"])
+def test_hooks_on_gradients_are_warned_of(kind: str) -> None:
+    """A hook that clamps gets this rank's gradient, and would be exact on the whole batch's alone."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    model = wrap_module(torch.nn.Linear(2, 1), torch.device("cpu"), {})
+    watch(model, torch.device("cpu"), lambda *_: None)
+
+    def clamp(weight: Any) -> None:
+        weight.grad.clamp_(-1, 1)
+
+    if kind == "before":
+        model.module.bias.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    elif kind == "after":
+        model.module.bias.register_post_accumulate_grad_hook(clamp)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+    said = [str(each.message) for each in seen if "hook on its gradient" in str(each.message)]
+    assert len(said) == (kind != "none"), said
+    leave_group()
+
+
 SCRIPT = """
 import argparse, warnings
 import torch
