@@ -33,17 +33,21 @@ class Bucket:
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
         self._absent: list[int] = []  # without a gradient when it was gathered
+        self.on_cpu = first.device.type == "cpu"  # gathers as it weighs
         self.left = len(sizes)
         self.work: Any = None
 
-    def gather(self) -> None:
-        """Make gradients views of the bucket, also where zero_grad had set them to None."""
+    def gather(self, weight: float = 1.0) -> bool:
+        """Make gradients views of the bucket, also where zero_grad had set them to None; True if they are weighted too.
+
+        A CPU multiplies as it copies, where all are to be copied: it has to read them once.
+        """
         gradients = [each.grad for each in self._parameters]
         self._absent = [place for place, each in enumerate(gradients) if each is None]
         pairs = zip(gradients, self._views, strict=True)
         places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
         if not places:
-            return
+            return False
         fresh = [gradients[place] for place in places]
         if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
             _refuse_graph()
@@ -58,7 +62,9 @@ class Bucket:
         if self._hold is not None:
             for place in places:
                 self._forget(place)
-        _copy(views, fresh)
+        weighs = self.on_cpu and weight not in (0.0, 1.0) and len(places) == len(gradients)
+        _copy(views, fresh, weight if weighs else 1.0)
+        return weighs
 
     def fold(self, weight: float) -> None:
         """Apply this weight to the gradients so far, as those that come now have another one."""
@@ -70,13 +76,14 @@ class Bucket:
 
     def weigh(self, weight: float, number: int) -> None:
         """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
+        weighted = self.on_cpu and self.gather(weight)
         with torch.no_grad():
             for place in self._absent:
                 self._views[place].zero_()
                 self._forget(place)
             if weight == 0.0:
                 self.gradients.zero_()
-            elif weight != 1.0:
+            elif weight != 1.0 and not weighted:
                 self.gradients.mul_(weight)
             self._flags.copy_(self._pattern(number, weight != 0.0))
             if self._hold is not None:
@@ -147,13 +154,17 @@ def _refuse_graph() -> NoReturn:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor]) -> None:
+def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor], weight: float) -> None:
     if any(map(_IS_SPARSE, fresh)):
         raise RequestError(
             "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
             "Leave sparse=True out.",
         )
-    torch._foreach_copy_(views, fresh)
+    if weight == 1.0:
+        torch._foreach_copy_(views, fresh)
+    else:
+        for view, gradient in zip(views, fresh, strict=True):
+            torch.mul(gradient, weight, out=view)
 
 
 _IS_SPARSE = attrgetter("is_sparse")

@@ -210,7 +210,8 @@ class Exchange:
     def _complete(self, bucket: Bucket) -> None:
         """Send a bucket whose gradients are all there, once those before it are."""
         if not self.held.apart:
-            bucket.gather()
+            if not (bucket.on_cpu and self._sync):
+                bucket.gather()
             if self._early and self._sync and not self.held.late:
                 self._send_complete()
 
@@ -251,7 +252,8 @@ class Exchange:
         self.held.merge(self._fired)
         if self._sync and any(self._fired):
             while self._sent < len(self._buckets):
-                self._buckets[self._sent].gather()
+                if not self._buckets[self._sent].on_cpu:
+                    self._buckets[self._sent].gather()
                 self._send()
         elif self.held.apart:
             for bucket in self._buckets:
