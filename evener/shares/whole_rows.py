@@ -26,6 +26,18 @@ def check_ratios(ratios: Sequence[float]) -> None:
         raise RequestError("Every ratio is 0.", "At least one device needs a ratio above 0.")
 
 
+def check_rank_shares(shares: Sequence[int], rank: int) -> None:
+    """Raise RequestError unless each rank has a row or more, and this is one of them."""
+    for share in shares:
+        if isinstance(share, bool) or not isinstance(share, int) or share < 1:
+            raise RequestError(
+                f"A share of {share!r} samples leaves a rank without work.",
+                "Give each rank 1 or more, and start no process for a device that is left out.",
+            )
+    if not 0 <= rank < len(shares):
+        raise RequestError(f"There is no rank {rank} among {len(shares)}.", "Ranks count from 0.")
+
+
 def is_ratio(ratio: object) -> bool:
     """True for a finite number, 0 or above."""
     try:

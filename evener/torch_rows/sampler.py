@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from ..errors import RequestError
-from ..shares.whole_rows import apportion, bounds
+from ..shares.whole_rows import apportion, bounds, check_rank_shares
 from ..training.dealing import Deal, Dealer
 from ..training.rebalance import ShareSchedule
 from .structure import DealtBatch
@@ -120,7 +120,7 @@ class UnevenBatchSampler:
         join_tail: bool = False,
     ) -> None:
         length = length if order is None else len(order)
-        _check_shares(shares, rank)
+        check_rank_shares(shares, rank)
         _check_length(length, sum(shares) if drop_last else 1)
         self.length = length
         self.shares = tuple(shares)  # of loops that begin now
@@ -272,17 +272,6 @@ class UnevenBatchSampler:
                 )
         self.epoch = epoch
         self.position = min(max(0, int(state["position"])), self.length)
-
-
-def _check_shares(shares: Sequence[int], rank: int) -> None:
-    for share in shares:
-        if isinstance(share, bool) or not isinstance(share, int) or share < 1:
-            raise RequestError(
-                f"A share of {share!r} samples leaves a rank without work.",
-                "Give each rank 1 or more, and start no process for a device that is left out.",
-            )
-    if not 0 <= rank < len(shares):
-        raise RequestError(f"There is no rank {rank} among {len(shares)}.", "Ranks count from 0.")
 
 
 def _check_length(length: int, fewest: int) -> None:
