@@ -24,7 +24,7 @@ from keras import layers, ops
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning
 from tests.support import keras_noise_program, launched_plan
-from tests.support.keras_twice import leave_graphs_alone, train_twice
+from tests.support.keras_twice import leave_graphs_alone, train_twice, with_variables
 
 RANDOM = np.random.default_rng(5)
 BATCH, ROWS = 8, 17
@@ -71,7 +71,7 @@ def regression(metrics: Any = ("mae", deviation, Largest), base: Any = keras.Seq
     model = base([keras.Input((4,)), layers.Dense(1)])
     made = [each() if isinstance(each, type) else each for each in metrics]
     model.compile(compiled.pop("optimizer", "sgd"), "mse", metrics=made, **compiled)
-    return model
+    return with_variables(model, X, Y)
 
 
 def classes(metrics: Any = ("accuracy",)) -> Model:
@@ -79,7 +79,7 @@ def classes(metrics: Any = ("accuracy",)) -> Model:
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
     own = [keras.metrics.MeanIoU(3, name="iou", sparse_y_pred=False), *metrics]
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=own, weighted_metrics=["accuracy"])
-    return model
+    return with_variables(model, X, LABELS)
 
 
 def two_heads() -> Model:
@@ -258,7 +258,7 @@ def watched() -> Model:
     """A metric inside the model."""
     model = keras.Sequential([keras.Input((4,)), Watched(), layers.Dense(1)])
     model.compile("sgd", "mse", metrics=[Largest()])
-    return model
+    return with_variables(model, X, Y)
 
 
 def small_kinds() -> Model:
