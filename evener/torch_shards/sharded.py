@@ -68,7 +68,7 @@ class Sharded:
                 for slot in flat.slots:
                     slot.whole.register_post_accumulate_grad_hook(hooks.take(flat, slot))
 
-    def _has_any(self, parameters: set[int]) -> bool:
+    def has_any(self, parameters: set[int]) -> bool:
         """RequestError if another exchange would have these parameters."""
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError("The model is sharded, and its gradients are summed already.", "Leave split.wrap out.")
