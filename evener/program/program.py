@@ -18,26 +18,9 @@ from ..torch_split.loss_measure import kept_state
 from ..torch_split.optimizers import OPTIMIZER_CHECK
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares, meet
+from . import views
 from .notes import Notebook, read_settings
-from .views import (
-    ALONE,
-    CLIPPED,
-    EXCHANGED,
-    LOCAL,
-    NO_GROUP,
-    NO_LOOP,
-    OTHER_ROWS,
-    PADDED,
-    RATES,
-    SEVERAL,
-    UNEVEN,
-    RankView,
-    digest,
-    find_fault,
-    read_guard,
-    read_numbers,
-    read_rates,
-)
+from .views import RankView
 
 LOOK_AGAIN = 4  # times as many steps until the guard looks once more
 MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
@@ -95,25 +78,25 @@ class Program:
         self._updated = True
         if self._others:
             return
-        rates = read_numbers(optimizer) if self.training is None else read_rates(optimizer)
-        self._rates = digest(rates, self._rates)
+        rates = views.read_numbers(optimizer) if self.training is None else views.read_rates(optimizer)
+        self._rates = views.digest(rates, self._rates)
         if not (dist.is_available() and dist.is_initialized()):
-            self.notebook.stay(NO_GROUP)
+            self.notebook.stay(views.NO_GROUP)
         elif not self.notebook.last_words:
-            self.notebook.last_words = NO_LOOP
+            self.notebook.last_words = views.NO_LOOP
 
     def note_clipping(self) -> None:
         """Gradients are clipped; RequestError where that depends on the shares, and they have left even."""
         if self._others or all(each.require_backward_grad_sync for each in self.models):
             return
-        self._fault = CLIPPED
+        self._fault = views.CLIPPED
         if self.training is not None:
-            raise RequestError(f"Shares have left even, but {CLIPPED}.", "Clip once a step, after its last batch.")
+            raise RequestError(f"Shares have left even, but {views.CLIPPED}.", "Clip once, after the last batch.")
 
     def note_exchange(self) -> None:
         """The program's own code exchanges something between its ranks, while a model trains."""
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
-            self.notebook.warn(EXCHANGED)
+            self.notebook.warn(views.EXCHANGED)
 
     def begin(self, loop: Any) -> None:
         """A loop gets a batch."""
@@ -160,11 +143,11 @@ class Program:
 
     def _note_several(self, loop: Any) -> None:
         """Another loop has given a batch since this loop's newest one."""
-        self.notebook.last_words = SEVERAL
+        self.notebook.last_words = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
         if self.training is not None and self._updated and self._beside is loop and ratios[0] != ratios[1]:
             raise RequestError(
-                f"Shares have left even, but {SEVERAL}, and ranks have other parts of them.",
+                f"Shares have left even, but {views.SEVERAL}, and ranks have other parts of them.",
                 "Start it with its own launcher.",
             )
 
@@ -182,7 +165,7 @@ class Program:
     def _compare(self, loop: Any, guard: Guard | None) -> None:
         """Compare what the ranks have seen, and end the program or go back to even where that differs."""
         fault = guard.fault if guard is not None and guard.measured else ""
-        every = self.exchange(RankView(fault, loop.dealer.digest, self._rates, read_guard(guard)))
+        every = self.exchange(RankView(fault, loop.dealer.digest, self._rates, views.read_guard(guard)))
         loop.compared = True
         if len({each.order for each in every}) > 1:
             raise RequestError("Its ranks draw different orders of rows.", "Start it with its own launcher.")
@@ -193,7 +176,7 @@ class Program:
             )
         fault = next((each.fault for each in every if each.fault), "")
         if fault or len({each.numbers for each in every} - {0}) > 1:
-            self._go_back(loop, fault.rstrip(".") or UNEVEN)
+            self._go_back(loop, fault.rstrip(".") or views.UNEVEN)
 
     def _go_back(self, loop: Any, fault: str) -> None:
         """Go back to even shares, for good."""
@@ -218,9 +201,9 @@ class Program:
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same step."""
         every = self.exchange(self._view_first(loop), MEET_SECONDS)
-        fault = next((each.fault for each in every if each.fault), "") if every else ALONE
+        fault = next((each.fault for each in every if each.fault), "") if every else views.ALONE
         if not fault and len({(each.rates, each.numbers) for each in every}) > 1:
-            fault = RATES
+            fault = views.RATES
         if not fault and len({(each.order, each.sizes) for each in every}) > 1:
             fault = "its ranks draw different orders of rows, or batches of other sizes"
         if fault:
@@ -253,16 +236,16 @@ class Program:
 
     def _view_first(self, loop: Any) -> RankView:
         guard, self._guard = self._guard, None
-        fault = next((words for each in self.models if each.training and (words := find_fault(each))), "")
+        fault = next((words for each in self.models if each.training and (words := views.find_fault(each))), "")
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
             guard.close()
-            fault = fault or guard.fault or ("" if guard.exchanges else LOCAL)
+            fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
         if fault or loop.sampler is None:
-            return RankView(fault or NO_LOOP)
+            return RankView(fault or views.NO_LOOP)
         sizes = loop.sampler.global_batch, len(loop.sampler)
-        warning = OTHER_ROWS if loop.varies() else PADDED if guard is not None and guard.padded else ""
-        return RankView("", loop.dealer.digest, self._rates, read_guard(guard), sizes, warning)
+        warning = views.OTHER_ROWS if loop.varies() else views.PADDED if guard is not None and guard.padded else ""
+        return RankView("", loop.dealer.digest, self._rates, views.read_guard(guard), sizes, warning)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

@@ -20,10 +20,10 @@ skip_without("torch")
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = "tests.support.run_parts"
 EXACT = [
-    ("exact_loops", "penalty by row"),
-    ("exact", "attention over a mask"),
     ("exact_loops", "two models"),
     ("exact_loops", "steps counted"),
+    ("unlike", "larger batches later"),
+    ("unlike", "padding masked"),
 ]
 OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),
@@ -31,7 +31,9 @@ OTHER = [
     ("losses", "negatives of all ranks", "another when it is computed again"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),
     ("other", "local steps", "gradients that they haven't exchanged"),
-    ("losses", "ranks weighted", "compute their losses with different numbers"),
+    ("unlike", "two loaders zipped", "take rows of several loaders"),
+    ("unlike", "padding read last", "changes with their padding"),
+    ("unlike", "rows handed out by one rank", "not every rank takes its rows from a loader of its own"),
 ]
 pytestmark = [pytest.mark.slow, two_cores]
 
@@ -76,15 +78,30 @@ def test_another_program_trains_as_by_its_own_launcher(
     assert words in said
 
 
-@pytest.mark.parametrize("name", ["means of ranks", "labels ignored later", "rows that count fetches"])
-def test_a_program_that_learns_something_else_is_warned(server: RankServer, tmp_path: Path, name: str) -> None:
-    assert run(server, tmp_path, "other", name)[0] == "warned"
+@pytest.mark.parametrize(
+    ("module", "name"), [("other", "means of ranks"), ("other", "labels ignored later"), ("unlike", "annealed by rows")]
+)
+def test_a_program_that_learns_something_else_is_warned(
+    server: RankServer, tmp_path: Path, module: str, name: str
+) -> None:
+    assert run(server, tmp_path, module, name)[0] == "warned"
 
 
-def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(server: RankServer, tmp_path: Path) -> None:
-    kind, words = run(server, tmp_path, "other", "rate by rows")
+@pytest.mark.parametrize("name", ["rate by rows seen", "steps by rows seen"])
+def test_a_rate_that_goes_by_the_rows_of_a_rank_ends_the_program(server: RankServer, tmp_path: Path, name: str) -> None:
+    kind, words = run(server, tmp_path, "unlike", name)
     assert kind == "ended"
     assert "its ranks step at different rates" in words
+
+
+def test_nothing_is_imported_for_hooks_until_a_library_is() -> None:
+    """Each Python of a program has the hooks, also one that only lists a folder."""
+    asks = (
+        "from evener.program.install import install; install(); import sys; print(*{'wrapt', 'torch'} & {*sys.modules})"
+    )
+    environment = {**os.environ, "EVENER_PROGRAM": "{}", "EVENER_DEVICE": "cpu-0-of-2", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", asks], env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout.split(), ended.stderr) == ([], "")
 
 
 def test_a_launcher_inside_is_one_sentence(tmp_path: Path) -> None:
