@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--cases", default=CASES, help="programs, and the percentage of the second device")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--count", default="", help="steps of a program")
+    parser.add_argument("--length", default="", help="tokens of a row")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
@@ -60,7 +61,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._ends = options, time.monotonic() + options.seconds
         self._found: list[dict[str, Any]] = []
-        self._devices = "gpu:0,gpu:1" if options.kind == "gpu" else "cpu/2"
+        cores = len(os.sched_getaffinity(0))  # of which each rank has one, as it has one thread
+        self._devices = "gpu:0,gpu:1" if options.kind == "gpu" else f"cpu/{cores}:0,cpu/{cores}:1"
 
     def limits(self) -> contextlib.AbstractContextManager[dict[str, str]]:
         """What holds a GPU to a percentage."""
@@ -68,8 +70,9 @@ class Bench:
 
     def measure(self, name: str, percent: str, variables: dict[str, str]) -> None:
         """A program by its own launcher, by evener run, and by the shares that its even steps ask for, in turns."""
-        count = {"COUNT": self._options.count} if self._options.count else {}
-        slowed = {**variables, **count, "SLOWED": f"{percent} {self._options.kind}"}
+        given = {"COUNT": self._options.count, "LENGTH": self._options.length}
+        sizes = {key: value for key, value in given.items() if value}
+        slowed = {**variables, **sizes, "SLOWED": f"{percent} {self._options.kind}"}
         for turn in range(self._options.turns):
             own = self._run(name, percent, f"own{turn}", slowed)
             ours = self._run(name, percent, f"run{turn}", slowed)
@@ -99,7 +102,7 @@ class Bench:
         folder = self._options.out / f"{name}-{percent}-{way}"
         folder.mkdir(exist_ok=True)
         script = str(HERE / "run_jobs" / f"{name}.py")
-        words = ["torch.distributed.run", "--nproc-per-node", "2", script]
+        words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
         if not way.startswith("own"):
             (folder / "plan.toml").write_text(plan)
             shares = ["--plan", str(folder / "plan.toml")] if plan else ["--devices", self._devices]
