@@ -33,6 +33,8 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 def check_setup(trainer: Any) -> None:
     """RequestError if the trainer's arguments leave the plan no say over its rows, or its gradients."""
+    from transformers import Trainer
+
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -43,6 +45,11 @@ def check_setup(trainer: Any) -> None:
         raise RequestError(
             "The model is in DistributedDataParallel already, and gradients would be exchanged and weighted twice.",
             "Give the trainer the bare model, without split.wrap.",
+        )
+    if args.include_num_input_tokens_seen not in ("no", False) and not hasattr(Trainer, "_track_num_input_tokens"):
+        raise RequestError(
+            "With a plan, include_num_input_tokens_seen needs transformers 5.",
+            "Leave it out, or update.",
         )
     if args.auto_find_batch_size:
         raise RequestError("auto_find_batch_size=True changes the plan's batches.", "Leave it out.")

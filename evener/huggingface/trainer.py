@@ -316,6 +316,14 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """The floating-point operations of all passes."""
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the losses left at the end a mean over ranks in transformers 4, which has no `_finalize_training`."""
+        result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        if ends and not hasattr(super(), "_finalize_training"):
+            tr_loss.copy_(self.accelerator.gather(tr_loss).mean())
+        return result
+
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Make losses not logged yet a mean over ranks too, as the trainer takes those of the first rank."""
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
