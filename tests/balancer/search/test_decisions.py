@@ -21,7 +21,7 @@ SAID = {
     "pack": "Packs {processes} trainings on one device",
     "race": "layouts in turns; this is turn {turn}",
     "knobs": "with other knobs",
-    "check": "Measures the chosen layout once more",
+    "check": "Measures the chosen layout again",
 }
 
 
