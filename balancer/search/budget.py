@@ -36,7 +36,7 @@ LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop he
 EXPLORES = 0.4  # of the budget, where packs and placements follow, each with children that have to start
 MOST_OF_LEFT = 0.4  # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
 BEFORE_A_SPLIT = 0.2  # of what is left: a round before the first split, which adds to all curves (flat, then linear)
-SURPRISE = 12  # an exploring probe has 1 / this of what is left: a flat curve may hide long steps (knee, slow_start)
+SURPRISE = 6  # an exploring probe has 1 / this of what is left: level curves hide long steps (slow_start; noisy_slow)
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 
 

@@ -14,9 +14,8 @@ from tests.support.search_laws import LAWS, NOISE
 
 FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
 SEEDS = (2, 4)
-TODAY = {  # what still fails, with the cause; a change that mends a cause removes its lines
-    ("resumed", "knee"): "steps of seconds: which probes are affordable depends on the noise",
-}
+# what still fails, with the cause; a change that mends a cause removes its lines
+TODAY: dict[tuple[str, str], str] = {}
 
 
 def _cases() -> list[Any]:
