@@ -72,9 +72,10 @@ def test_a_round_takes_a_part_of_what_is_left_and_leaves_the_time_of_the_first_s
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=45.0))
     assert found.has_time(0.4 * 50)
     assert not found.has_time(0.4 * 50 + 0.1)
-    assert found.has_time(10, after=40 / 1.25)
-    assert not found.has_time(10, after=40 / 1.25 + 0.1)
-    assert found.has_time(10, after=51), "there is no time for it in any case"
+    assert found.has_time(0.2 * 50, after=1)
+    assert not found.has_time(0.2 * 50 + 0.1, after=1)
+    assert found.has_time(10, after=40)
+    assert not found.has_time(10, after=40.1)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +189,10 @@ def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
 
 
 def test_a_plan_may_explore_with_all_of_its_budget_and_a_comparison_with_a_part() -> None:
-    """Packs and placements follow it; slow starts make it longer, up to 45 %."""
+    """Packs and placements follow it, each with children that have to start."""
     assert budget().explore_seconds == 95
-    assert budget(options=ALL).explore_seconds == pytest.approx(24)
-    assert budget(options=LayoutOptions(("solo", "pack"))).explore_seconds == pytest.approx(15)
-    assert budget(options=ALL, devices=1).explore_seconds == pytest.approx(15)
-    slow = timed(solo(2, 0, 8), start_seconds=10.0)
-    assert budget(slow, options=ALL).explore_seconds == pytest.approx(1.2 * (10 + 15))
-    assert budget(slow, seconds=40.0, options=ALL).explore_seconds == pytest.approx(0.45 * 40)
-    quick = timed(solo(2, 0, 8), start_seconds=1.0)
-    assert budget(quick, options=ALL).explore_seconds == pytest.approx(24)
+    for options in (ALL, LayoutOptions(("solo", "pack"))):
+        assert budget(options=options).explore_seconds == pytest.approx(40)
 
 
 def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
@@ -214,19 +209,3 @@ def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
 def test_steps_are_limited_by_a_budget() -> None:
     assert budget().limits_steps
     assert not budget(seconds=None).limits_steps
-
-
-@pytest.mark.parametrize(
-    ("options", "starts", "probes"),
-    [
-        (ALL, 1 + 1 + 1.5 + 2 * 1 + 2 * 0.8, 1 + 1 + 1 + 1 + 2 + 2),  # xla; a split; two placements; two packs
-        (LayoutOptions(("solo", "pack"), pack_modes=("", "mps")), 1 + 4 * 0.8, 1 + 4),
-        (LayoutOptions(("solo", "even", "pack")), 1 + 1.5 + 2 * 0.8, 1 + 1 + 2),
-    ],
-)
-def test_one_probe_of_every_candidate_has_to_be_paid(options: LayoutOptions, starts: float, probes: float) -> None:
-    """40 % of the time that no start takes, for eight steps of each; steps of 50 ms are tried in any case."""
-    slow = timed(solo(2, 0, 8), start_seconds=2.0, elapsed_seconds=3.0)
-    found = budget(slow, options=options)
-    assert found.longest_step() == pytest.approx(0.4 * (100 - starts * 2) / (8 * probes))
-    assert budget(slow, options=options, seconds=2 * starts).longest_step() == pytest.approx(0.05)
