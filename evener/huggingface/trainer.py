@@ -140,7 +140,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> RankShares:
         if plan is None and global_batch is None:
             global_batch = self.args.per_device_train_batch_size * self.args.world_size
-        same = {"rebalance": self._rebalances}
+        same = {"rebalance": self._rebalances, "noise": self._takes_noise}
         return find_shares(plan, ratios, global_batch, same, strict=strict, device=self.args.device)
 
     # ------------------------------------------------------------------ rows

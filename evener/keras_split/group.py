@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -173,10 +173,16 @@ def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     return check_places(active, [None if place < 0 else place for place in found])
 
 
-def check_rebalance(rebalance: bool, group: Group) -> None:
-    """RequestError, in all processes, if `rebalance` isn't the same in all; every process calls it."""
-    (said,) = group.sum_now([tf.one_hot(group.rank, group.size, float(rebalance), 0.0)])
-    check_agreement([RankInfo("", "", options={"rebalance": bool(each)}) for each in said])
+def check_options(options: Mapping[str, bool], group: Group) -> None:
+    """RequestError, in all processes, if an option isn't the same in all; every process calls it."""
+    own = [tf.one_hot(group.rank, group.size, float(value), 0.0) for value in options.values()]
+    said = [each.numpy() for each in group.sum_now(own)]
+    check_agreement(
+        [
+            RankInfo("", "", options={name: bool(each[rank]) for name, each in zip(options, said, strict=True)})
+            for rank in range(group.size)
+        ]
+    )
 
 
 FEW = 64  # elements of a row that are digested in each step

@@ -22,7 +22,7 @@ from .compatibility import check_backend, check_model, model_digest, warn, warn_
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
 from .divisions import Cut
 from .fit_hooks import FitHooks
-from .group import Group, GroupNoise, check_rebalance, group_from_environment, order_by_device
+from .group import Group, GroupNoise, check_options, group_from_environment, order_by_device
 from .keras_step import SingleDevice
 from .multiworker import Workers
 from .rebalancing import GroupRebalancer, make_changing
@@ -70,7 +70,7 @@ class Split:
         self.engine, self.why = _choose_engine(engine, self.plan, self.group)
         self.rank_shares: tuple[Share, ...] = ()  # of the plan, where a group trains by one
         if self.engine == "multiworker":
-            check_rebalance(rebalance, self.required_group)
+            check_options({"rebalance": rebalance, "noise": noise}, self.required_group)
         self.devices, self.cut, self.global_batch = self._divide(gpus, devices, ratios, global_batch)
         if engine == "auto" and len(self.devices) == 1 and self.group is None and not self.cut.in_passes:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."

@@ -90,7 +90,8 @@ class Split:
     ) -> None:
         if weigh not in ("gradients", "loss"):
             raise RequestError(f"weigh is {weigh!r}.", "Give 'gradients' or 'loss'.")
-        found = find_shares(plan, ratios, global_batch, {"weigh": weigh, "rebalance": rebalance}, strict=strict)
+        same: dict[str, bool | str] = {"weigh": weigh, "rebalance": rebalance, "noise": noise, "guard": guard}
+        found = find_shares(plan, ratios, global_batch, same, strict=strict)
         self.plan, self.rank, self.world, self.device = found.plan, found.rank, found.world, found.device
         self.weigh, self.strict = weigh, strict
         self._planned = PlannedTraining(

@@ -26,7 +26,7 @@ from keras import layers, losses, optimizers
 from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning, divisions, make_logical_cpus
 from evener.keras_split.compatibility import PartKinds
-from evener.keras_split.group import check_rebalance
+from evener.keras_split.group import check_options
 from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, make_layout
@@ -654,7 +654,9 @@ def group_cases() -> dict[str, Any]:
         adam = lambda slow: network(optimizers.Adam(0.01), extra=[slow])  # noqa: E731
         found["by rule"] = keras_rebalance_proofs.by_rule(split, adam, X, Y)
         group = split.required_group
-        return found | {"one that rebalances": said(lambda: check_rebalance(group.rank == 1, group))}
+        return found | {
+            "one that rebalances": said(lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group))
+        }
     classes = {0: 0.5, 1: 2.0, 3: 1.5}
     return found | {
         "clipped momentum L2 weights one row": compare(
