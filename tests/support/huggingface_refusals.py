@@ -43,7 +43,8 @@ def refuse_training(folder: Path, kind: Any = Trainer, model: Any = None, micro:
 def refuse_setup(**changes: Any) -> str:
     """The sentence for a trainer of which these are otherwise; the hardware and packages for them aren't here."""
     none = {name: lambda: 1 for name in ("get_tp_size", "get_cp_size", "get_sp_size")}
-    arguments = SimpleNamespace(n_gpu=changes.pop("n_gpu", 1), auto_find_batch_size=False)
+    own = {"auto_find_batch_size": False, "include_num_input_tokens_seen": "no"}
+    arguments = SimpleNamespace(n_gpu=changes.pop("n_gpu", 1), **own)
     whole: dict[str, Any] = {"model": torch.nn.Linear(1, 1), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
     plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=changes.pop("fsdp_version", 2)))
     state = SimpleNamespace(state=plugin)
