@@ -126,7 +126,7 @@ def test_a_run_can_be_shown_and_exported_afterwards(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--layouts", "solo,sideways"), "solo, even, split, pack, place"),
+        (("--layouts", "solo,sideways"), "solo, even, split, shard, pack, place"),
         (("--layouts", "solo,,even"), "list of words"),
         (("--try", "turbo"), "xla, mixed"),
         (("--layouts", "place", "-d", "sim:gtx1080ti,gtx1080"), "has no placements"),
