@@ -224,6 +224,8 @@ class KeysBar(Footer):
         Textual asks for it whenever the focus moves. Each key watches whether the footer is compact, and closed ones
         are released only when that changes.
         """
+        if not self.is_attached:  # its screen was closed since
+            return
         now: list[object] = [each[1:] for each in self.screen.active_bindings.values() if each.binding.show]
         if now == self._shown:
             return
