@@ -127,6 +127,13 @@ def same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def own_ctrl_c() -> Iterator[None]:
+    """Ray Train and trainings of several ranks leave a handler behind; later tests send themselves Ctrl-C."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """A process group that a test left open would fail later tests of the same worker; the test that left it fails."""
     yield

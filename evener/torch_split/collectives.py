@@ -215,7 +215,7 @@ def end_when_stuck() -> None:
     def listen() -> None:
         while number := os.read(ear, 1):
             came = time.monotonic()
-            if number[0] != signal.SIGINT:
+            if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not hear:  # another handler takes it
                 continue
             time.sleep(STUCK_SECONDS)
             if heard[0] < came - 1.0 and signal.getsignal(signal.SIGINT) is hear:  # one call may stand for two signals

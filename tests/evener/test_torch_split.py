@@ -487,3 +487,23 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_ignores_it(tmp_path: Path) -
         finally:
             os.killpg(child.pid, signal.SIGKILL)
         assert "a call didn't come back for 0.5 s after Ctrl-C" in child.stderr.read()
+
+
+HANDLES = """
+import os, signal, time
+from evener.torch_split import collectives
+collectives.STUCK_SECONDS = 0.3
+collectives.end_when_stuck()
+before = signal.signal(signal.SIGINT, lambda *_: print("saves a checkpoint", flush=True))
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(0.1)
+signal.signal(signal.SIGINT, before)
+time.sleep(0.6)
+print("goes on")
+"""
+
+
+def test_ctrl_c_that_another_handler_takes_ends_nothing() -> None:
+    """As that of Ray, or of a program's own, in force for a while."""
+    ended = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout.splitlines(), ended.returncode) == (["saves a checkpoint", "goes on"], 0)
