@@ -285,8 +285,8 @@ def stopped_by_the_first_rank() -> Any:
             loss = F.cross_entropy(model(x), classes)
             step(optimizer, loss)
             losses.append(float(loss))
-        told: list[Any] = [sum(losses) / len(losses) < 1.02]
-        dist.broadcast_object_list(told, 0)
-        if told[0]:
+        done: list[Any] = [sum(losses) / len(losses) < 1.02]
+        dist.broadcast_object_list(done, 0)
+        if done[0]:
             break
     return model

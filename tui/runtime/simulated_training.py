@@ -63,18 +63,18 @@ class TrainingSource(SimulatedSource):
         self._steps += (now - self._ticked) / step_s
         self._ticked, step = now, round(self._steps)
         changes = tuple(self._changes[-3:])
-        told = msgspec.structs.replace(first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes)
+        report = msgspec.structs.replace(first, step=step, step_s=step_s, updated_at=self._epoch + now, changes=changes)
         if now - self._observed >= WINDOW_SECONDS:
             self._observed = now
             if (change := self._rule.observe(step, own, rows)) is not None:
                 self._changes.append(ShareChange(step + 1, self._epoch + now, rows, change.shares, change.reason))
-        return tuple(self._of_rank(rank, told, rows[rank], own[rank]) for rank in range(len(own)))
+        return tuple(self._of_rank(rank, report, rows[rank], own[rank]) for rank in range(len(own)))
 
-    def _of_rank(self, rank: int, told: Training, rows: int, own_s: float) -> Training:
-        device, speed = self.devices()[rank], rows / told.step_s
+    def _of_rank(self, rank: int, report: Training, rows: int, own_s: float) -> Training:
+        device, speed = self.devices()[rank], rows / report.step_s
         self.set_load(rank, speed, rows)
-        live = LiveDevice(device.id, rank, rows, speed, rows, own_s, told.step_s - own_s, own_spread=NOISE)
-        return msgspec.structs.replace(told, rank=rank, samples_per_second=speed, devices=(live,))
+        live = LiveDevice(device.id, rank, rows, speed, rows, own_s, report.step_s - own_s, own_spread=NOISE)
+        return msgspec.structs.replace(report, rank=rank, samples_per_second=speed, devices=(live,))
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
