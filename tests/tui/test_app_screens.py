@@ -38,6 +38,15 @@ async def test_the_monitor_shows_host_devices_graphs_and_processes(app_of: Any) 
     assert app.publisher.stopped
 
 
+async def test_a_screen_that_opens_without_the_focus_shows_its_keys(app_of: Any) -> None:
+    app = app_of()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await _ready(pilot)
+        app.app_focus = False  # another window has it, as while a demo goes on
+        app.switch_mode("runs")
+        await until(pilot, lambda: len(app.screen.query("FooterKey")) > 1, "the keys")
+
+
 async def test_keys_move_open_and_close_details(app_of: Any) -> None:
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:

@@ -218,6 +218,12 @@ class KeysBar(Footer):
         super().__init__(compact=True, show_command_palette=False)
         self._shown: list[object] = []  # of each key: what it does, whether it can now, and its tooltip
 
+    def bindings_changed(self, screen: Screen[Any]) -> None:
+        """Draw the keys of a screen that opens while another window has the focus, too; Textual would wait for it."""
+        super().bindings_changed(screen)
+        if not screen.app.app_focus and not len(self.children):
+            self.call_after_refresh(self.recompose)
+
     async def recompose(self) -> None:
         """Show the current keys if they are others than before, and release the previous ones.
 
