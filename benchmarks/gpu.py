@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_bench import WORKLOADS, GpuBench
-from benchmarks.gpu_exchanges import exchange, failures, memory_neighbour, one_gpu_caps, tests, trusted
+from benchmarks.gpu_exchanges import exchange, failures, memory_neighbour, one_gpu_caps, plans, tests, trusted
 from benchmarks.gpu_hosts import hosts
 from benchmarks.gpu_keras import keras_passes, keras_training, sums
 from benchmarks.gpu_layouts import layouts, scaling
@@ -85,6 +85,7 @@ SECTIONS = {
         memory_neighbour,
         one_gpu_caps,
         tests,
+        plans,
         trusted,
     )
 }

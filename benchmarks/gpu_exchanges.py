@@ -5,7 +5,10 @@ They take as many GPUs as `--gpus` names, one or two.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from benchmarks.gpu_bench import GpuBench
+from benchmarks.trainer_processes import name_build
 
 TESTS = (  # those that train on two GPUs, by what runs beside what: the last looks at times
     ("tests/evener/test_torch_exact.py", "tests/evener/test_torch_rebalance.py", "tests/evener/test_torch_oom.py"),
@@ -18,7 +21,12 @@ SHORT = {  # cases of benchmarks.gpu_oom
     "transformers": ("cap8", "neighbour"),
     "lightning": ("cap12", "neighbour"),
 }
-TRAINERS = ("accelerate", "huggingface")  # a loop of one's own, and transformers'
+TRAINERS = {  # size, rows of a batch on two GPUs
+    "torch": ("middle", 256),
+    "huggingface": ("large", 128),
+    "accelerate": ("large", 128),
+    "lightning": ("large", 128),
+}
 
 
 def exchange(bench: GpuBench) -> None:
@@ -73,12 +81,28 @@ def tests(bench: GpuBench) -> None:
         bench.script(f"tests {number}", "pytest", *chosen, *files, seconds=100)
 
 
-def trusted(bench: GpuBench) -> None:
-    """12. Plans against trainings by them in turns; of two GPUs the second one at 60 %."""
-    where = ("--devices", bench.limited("", "60%") if len(bench.gpus) > 1 else f"{bench.kind}:{bench.gpus[0]}")
-    size = ("--size", "small") if bench.small else ("--size", "large", "--bf16")
-    length = ("--budget", "40s", "--seconds", "24", "--blocks", "6", "--balance", "global-batch", "192")
+def plans(bench: GpuBench) -> None:
+    """3. Plans with the second GPU at 60 %, to compare with those in docs/benchmarks/gpu_runs.md."""
+    size = ("--set", "size=small") if bench.small else ("--set", "size=large", "--set", "bf16=true")
+    trainer = (name_build("huggingface"), *size, "--global-batch", "8" if bench.small else "192")
+    maxer = ("torch_maxer", "--global-batch")
+    cases = {"torch_maxer 256": (*maxer, "256"), "torch_maxer 4096": (*maxer, "4096"), "huggingface 192": trainer}
     with bench.mps() as variables:
-        for trainer in TRAINERS:
-            words = ("plan", "--trainers", trainer, *where, *size, *length)
-            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=220, env=variables)
+        for name, (workload, *words) in cases.items():
+            bench.balance(f"plans {name}", bench.limited("", "60%"), workload, *words, env=variables)
+
+
+def trusted(bench: GpuBench) -> None:
+    """12. Plans against trainings by them in turns; of two GPUs the second one at 60 %.
+
+    A training and the probe beside it both need their memory: 80 GB do for 80 rows of the large model each.
+    """
+    pair = len(bench.gpus) > 1
+    where = bench.limited("", "60%") if pair else f"{bench.kind}:{bench.gpus[0]}"
+    length = ("--devices", where, "--budget", bench.budget, "--seconds", "18", "--blocks", "6")
+    with bench.mps() if pair else nullcontext({}) as variables:
+        for trainer, (size, rows) in TRAINERS.items():
+            batch = 8 if bench.small else rows if pair else rows // 2
+            sizes = ("--size", "small") if bench.small else ("--size", size, "--bf16")
+            words = ("plan", "--trainers", trainer, *length, *sizes, "--balance", "global-batch", str(batch))
+            bench.script(f"trusted {trainer}", "benchmarks.trainers", *words, seconds=200, env=variables)

@@ -17,7 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from evener.workloads.datasets import text_lengths
 
 WORDS = 8192
-SIZES = {"small": (128, 4, 64), "large": (768, 12, 512), "huge": (2048, 8, 512)}  # width, layers, tokens of a row
+SIZES = {  # width, layers, tokens of a row
+    "small": (128, 4, 64),
+    "middle": (512, 8, 256),
+    "large": (768, 12, 512),
+    "huge": (2048, 8, 512),
+}
 ROWS = 1 << 16
 IGNORED = -100  # a label that counts nowhere
 SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
@@ -56,7 +61,7 @@ COLLATED: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_a
 
 
 def network(size: str) -> LlamaForCausalLM:
-    """A Llama; `large` has about 100 million parameters, `huge` 570 million."""
+    """A Llama; `middle` has 42 million parameters, `large` about 100 million, `huge` 570 million."""
     torch.manual_seed(0)
     hidden, layers, length = SIZES[size]
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64}

@@ -30,7 +30,7 @@ from evener.balancer.types import Layout
 from evener.plan.file import Plan, load_plan
 
 PAIRED = ("training / probe", "middle half", "in CPU time")
-HEADS = ("trainer", "shares", "plan", "probes", "training", *PAIRED, "first probes / plan", "training / plan")
+HEADS = ("trainer", "shares", "plan", "±", "probes", "training", *PAIRED, "first probes / plan", "training / plan")
 FIRST = 3  # probes, within a minute of the search's own check
 
 
@@ -43,7 +43,7 @@ class Rate(msgspec.Struct, frozen=True):
 
 def print_figures(options: argparse.Namespace) -> None:
     """A row for each round of each trainer, and the median of its rounds."""
-    print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 4} --- |{' ---: |' * 3}", flush=True)
+    print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 5} --- |{' ---: |' * 3}", flush=True)
     for trainer in options.trainers:
         path = options.plan or search(options, trainer)
         plan, ratios = load_plan(path), list[float]()
@@ -135,5 +135,7 @@ def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence
     low, middle, high = statistics.quantiles(pair_walls(probes, blocks), n=4)
     cpu = [rate.cpu for rate in probes]
     work = f"{statistics.median(pair(cpu, [rate.cpu for rate in blocks])):.3f}" if all(cpu) else "-"
-    rates = f"{said:,.1f} | {probed:,.1f} | {trained:,.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {work}"
-    return f"| {trainer} | {shares} | {rates} | {statistics.median(walls[:FIRST]) / said:.3f} | {trained / said:.3f} |"
+    between = (plan.throughput.high - plan.throughput.low) / 2 / said
+    figures = f"{said:,.1f} | {between:.1%} | {probed:,.1f} | {trained:,.1f} | {middle:.3f} | {low:.3f} to {high:.3f}"
+    of_plan = f"{statistics.median(walls[:FIRST]) / said:.3f} | {trained / said:.3f}"
+    return f"| {trainer} | {shares} | {figures} | {work} | {of_plan} |"

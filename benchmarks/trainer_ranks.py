@@ -97,19 +97,24 @@ def loop(model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None
 
 
 def train_torch(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
-    """With PyTorch's DistributedDataParallel, on CPUs in float32."""
-    if options.bf16 or torch.cuda.is_available():
-        raise SystemExit("The trainer torch is for CPUs, in float32.")
-    model, data = network(options.size), Texts(options.size)
+    """With PyTorch alone."""
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    model, data = network(options.size).to(device), Texts(options.size)
     loader: Any
     if plan:
         split = Split(plan)
         model, loader = split.wrap(model), split.loader(data, **COLLATED)
     else:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("nccl" if gpu else "gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
         loader = DataLoader(data, options.bare, sampler=DistributedSampler(data), **COLLATED)
-    loop(model, torch.optim.AdamW(model.parameters(), 5e-5), loader, torch.Tensor.backward, done)
+
+    def run(**batch: torch.Tensor) -> Any:
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
+            return model(**{name: values.to(device, non_blocking=True) for name, values in batch.items()})
+
+    loop(run, torch.optim.AdamW(model.parameters(), 5e-5), loader, torch.Tensor.backward, done)
 
 
 def step_as_probe(options: argparse.Namespace, done: Done) -> None:
@@ -174,6 +179,8 @@ class Clock:
         seconds, cpu = (now - then for now, then in zip(_clocks(), self._began, strict=True))
         tokens = trainer_models.collated_tokens - self._tokens
         rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # a probe on the same GPU needs it meanwhile
         say({"steps": self._steps, "cpu_seconds": cpu / self._steps, **rates})
         line = sys.stdin.readline()
         self._steps = int(line or 0)

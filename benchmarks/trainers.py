@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("table", choices=("cost", "probe", "plan", "variants", "sharded"))
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
-    parser.add_argument("--size", choices=("small", "large", "huge"), default="small")
+    parser.add_argument("--size", choices=("small", "middle", "large", "huge"), default="small")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--rows", type=int, default=2, help="cost, probe, sharded: of each process, at even shares")
     parser.add_argument("--pairs", type=int, default=200, help="cost, probe: of steps")
