@@ -122,7 +122,7 @@ def run(*command: str, **variables: str) -> str:
     done = subprocess.run(command, env={**os.environ, **variables}, **pipes)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def train(kind: Kind, seconds: float) -> None:
