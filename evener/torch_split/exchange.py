@@ -331,8 +331,6 @@ class Exchange:
             self._armed = False
             self.held.merge(self._fired)
             self.held.close()
-            if self.noise is not None:
-                self.noise.take_sum()
 
     def has_gradients(self) -> bool:
         """True if a parameter has one."""

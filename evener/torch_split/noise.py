@@ -101,7 +101,7 @@ class RankNoise(NoiseSampler):
             return
         sizes = self._rows()
         rows = sizes[dist.get_rank(group)]
-        own = _add_squares(self._own)
+        own = _stack(self._own).square().sum(0, keepdim=True)
         own = own * (sum(sizes) ** 2 / rows) if rows else torch.zeros_like(own)
         note_own()
         self._sum = dist.all_reduce(own, group=group, async_op=True), own
@@ -111,7 +111,7 @@ class RankNoise(NoiseSampler):
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
-            whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
+            whole = _stack([_norm(bucket.gradients) for bucket in buckets]).square().sum(0, keepdim=True)
             self._batch = sum(self._rows())
             self._sample = _Pending(self._rows(), torch.cat([weighted, whole.to(weighted.device)]))
         else:
@@ -137,37 +137,19 @@ class RankNoise(NoiseSampler):
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
-_HELD_BYTES = 25 << 20  # of gradients whose norms are taken at once
-
-
 class _Pass:
-    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's squared norm."""
+    """A pass of a step: its rows, the places of parameters that have a gradient, and their gradients' norms."""
 
     def __init__(self, rows: int, cut: bool) -> None:
         self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
         self.places: set[int] = set()
-        self.squares: list[torch.Tensor] = []  # their sum
-        self._held: list[torch.Tensor] = []
-        self._bytes = 0
-
-    def take(self, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient."""
-        self._held.append(gradient)
-        self._bytes += gradient.numel() * gradient.element_size()
-        if self._bytes >= _HELD_BYTES:
-            self.settle()
-
-    def settle(self) -> None:
-        """Take the norms of gradients that are held."""
-        if self._held:
-            self.squares.append(_add_squares(_norms(self._held)))
-            self._held, self._bytes = [], 0
+        self.norms: list[torch.Tensor] = []
 
 
 class PassNoise(NoiseSampler):
     """Compares the passes of a step in one process: parts of a batch, or batches whose gradients are accumulated.
 
-    A gradient is looked at as it comes, before it is added to that of the passes before.
+    A gradient is looked at as it comes, beside the sum of those before, to which it is added then.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -176,8 +158,8 @@ class PassNoise(NoiseSampler):
         self._next = 0  # the step that is looked at next
         self._handles: list[Any] = []  # of the hooks, in a step that is looked at
         self._passes: list[_Pass] = []  # of the step
-        self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
-        self._mixed = self._compared = False  # passes whose gradients can't be separated; two were compared
+        self._products: list[torch.Tensor] = []  # of gradients with the sums before
+        self._mixed = self._compared = False  # a pass had two backward passes; two passes were compared
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch; RequestError where the first step that is looked at has one pass."""
@@ -195,12 +177,6 @@ class PassNoise(NoiseSampler):
             self._passes.pop()  # a batch that is cut, or without a gradient so far
         self._passes.append(_Pass(rows, cut))
 
-    def take_sum(self) -> None:
-        """Take the norm of the sum of all gradients so far."""
-        gradients = [each.grad for each in self._exchange().parameters if each.grad is not None]
-        if self._handles and gradients:
-            self._whole = _add_squares(_norms(gradients))
-
     def leave_out(self) -> None:
         """Leave out this step, as a pass has failed and is computed again."""
         for each in self._handles:
@@ -208,19 +184,13 @@ class PassNoise(NoiseSampler):
         self._handles = []
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient in a backward pass; those of the first pass are found in the sum."""
-        first, last = self._passes[0], self._passes[-1]
-        if not last.places and last is not first:
-            if self._whole is None:
-                self.take_sum()
-            first.squares = first.squares or [each for each in (self._whole,) if each is not None]
-            self._whole = None
+        """Take a parameter's gradient in a backward pass."""
+        last, before = self._passes[-1], self._exchange().held.before(place)
         self._mixed |= place in last.places
         last.places.add(place)
-        if last is not first:
-            last.take(gradient)
-            if not last.cut and len(last.places) == len(first.places):
-                torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
+        last.norms.append(_norm(gradient))
+        if before is not None:
+            self._products.append(_multiply(before, gradient))
 
     def _end_step(self) -> None:
         passes = [each for each in self._passes if each.places]
@@ -228,10 +198,11 @@ class PassNoise(NoiseSampler):
             self._next = self.steps + self.every
             self._compare(passes)
         self.leave_out()
-        self._passes, self._whole, self._mixed = self._passes[len(passes) :], None, False
+        self._passes, self._products, self._mixed = self._passes[len(passes) :], [], False
         self.steps += self._updates >= 0
 
     def _compare(self, passes: Sequence[_Pass]) -> None:
+        """Take a sample: |g|^2 of the sum is that of each pass, and twice each one's product with the sum before it."""
         sizes = tuple(each.rows for each in passes)
         if len(passes) < 2 and not self._compared:
             raise RequestError(
@@ -240,14 +211,14 @@ class PassNoise(NoiseSampler):
                 "Accumulate a step over two parts of its batch, train on two ranks, or leave noise out.",
             )
         known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
-        if len(passes) < 2 or self._whole is None or self._mixed or not known:
+        if len(passes) < 2 or self._mixed or not known:
             return
-        weighted = torch.zeros_like(self._whole)
-        for each in passes:
-            each.settle()
-            for square in each.squares:
-                weighted += square.to(weighted.device) * (sum(sizes) ** 2 / each.rows)
-        self._pending.append(_Pending(sizes, torch.cat([weighted, self._whole])))
+        squares = [_stack(each.norms).square().sum(0, keepdim=True) for each in passes]
+        factors = [sum(sizes) ** 2 / each.rows for each in passes]
+        weighted = [factor * square for factor, square in zip(factors, squares, strict=True)]
+        whole = [*squares, *(2 * each[None] for each in self._products)]
+        figures = _stack([_stack(each).sum(0) for each in (weighted, whole)])
+        self._pending.append(_Pending(sizes, figures.flatten()))
         self._batch, self._compared = sum(sizes), True
 
 
@@ -276,22 +247,20 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
 
 
-def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each, in few kernels where they are of one kind."""
-    kinds = {(each.device, each.dtype, each.layout) for each in gradients}
-    if len(kinds) > 1 or gradients[0].is_sparse:
-        return [_norm(each) for each in gradients]
-    with torch.no_grad():
-        return list(torch._foreach_norm(list(gradients), 2, dtype=_WIDER.get(gradients[0].dtype)))
+def _multiply(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The real part of the scalar product, in float32 at least."""
+    wide = _WIDER.get(one.dtype, one.dtype)
+    product = one.detach().to(wide) * other.to(one.device, wide).conj()
+    return (product.coalesce().values() if product.is_sparse else product).sum().real
 
 
-def _add_squares(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of the norms' squares, of one element, on the first one's device."""
-    device = norms[0].device
+def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values in float64 where the first one's device has it, on that device."""
+    device = values[0].device
     wide = torch.float32 if device.type == "mps" else torch.float64
-    if len({(each.device, each.dtype) for each in norms}) > 1:
-        norms = [each.to(device, wide) for each in norms]
-    return torch.stack(norms).to(wide).square().sum(0, keepdim=True)
+    if len({(each.device, each.dtype) for each in values}) > 1:
+        values = [each.to(device, wide) for each in values]
+    return torch.stack(list(values)).to(wide)
 
 
 def make_noise(wanted: bool, world: int) -> NoiseSampler | None:
