@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NoReturn
 
 import torch
@@ -12,43 +13,44 @@ import torch
 from ..errors import RequestError
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
+FUSED = 4096  # numbers of a mean gradient from which a CPU gains by weighting as it copies
 MOST_PATTERNS = 64  # of flags that a bucket keeps
 
 
 class Bucket:
     """The gradients of some parameters, one after the other, a flag for each that says whether there is one, a number.
 
-    `places` are the parameters' numbers in their model; `left` counts those whose gradient the pass hasn't given yet.
-    The number is that of the batch, by which ranks see whether they sum the same one.
+    `last` is the parameter whose gradient should come last. The number is that of the batch, by which ranks see whether
+    they sum the same one.
     """
 
-    def __init__(self, places: Sequence[int], parameters: Sequence[Any]) -> None:
-        self.places, self._parameters = tuple(places), tuple(parameters)
-        first = parameters[0]
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self._parameters, self.last = tuple(parameters), parameters[-1]
+        self.ids = set(map(id, parameters))
         sizes = [each.numel() for each in parameters]
-        self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=self.last.dtype, device=self.last.device)
         self._views = _cut(self.flat, parameters)
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and number
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
         self._absent: list[int] = []  # without a gradient when it was gathered
-        self.on_cpu = first.device.type == "cpu"  # gathers as it weighs
-        self.left = len(sizes)
+        large = self.gradients.numel() > FUSED * len(sizes)
+        self._fuses = large and self.flat.device.type == "cpu"  # multiplies as it copies: memory is read once
         self.work: Any = None
 
     def gather(self, weight: float = 1.0) -> bool:
-        """Make gradients views of the bucket, also where zero_grad had set them to None; True if they are weighted too.
-
-        A CPU multiplies as it copies, where all are to be copied: it has to read them once.
-        """
+        """Make gradients views of the bucket, also where zero_grad had set them to None; True if they are weighted too."""
         gradients = [each.grad for each in self._parameters]
-        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        missing = any(map(is_, gradients, repeat(None)))
+        self._absent = [place for place, each in enumerate(gradients) if each is None] if missing else []
         pairs = zip(gradients, self._views, strict=True)
         places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
         if not places:
             return False
-        fresh = [gradients[place] for place in places]
+        whole = len(places) == len(gradients)
+        fresh = gradients if whole else [gradients[place] for place in places]
+        views = self._views if whole else [self._views[place] for place in places]
         if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
             _refuse_graph()
         if fresh[0].dtype is not self.flat.dtype:
@@ -56,13 +58,12 @@ class Bucket:
                 "The model has changed its type since it was wrapped.",
                 "Call double(), half() or bfloat16() before split.wrap.",
             )
-        views = [self._views[place] for place in places]
         for place, view in zip(places, views, strict=True):
             self._parameters[place].grad = view
         if self._hold is not None:
             for place in places:
                 self._forget(place)
-        weighs = self.on_cpu and weight not in (0.0, 1.0) and len(places) == len(gradients)
+        weighs = whole and self._fuses and weight not in (0.0, 1.0)
         _copy(views, fresh, weight if weighs else 1.0)
         return weighs
 
@@ -76,7 +77,7 @@ class Bucket:
 
     def weigh(self, weight: float, number: int) -> None:
         """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
-        weighted = self.on_cpu and self.gather(weight)
+        weighted = self.gather(weight)
         with torch.no_grad():
             for place in self._absent:
                 self._views[place].zero_()
@@ -111,26 +112,26 @@ class Bucket:
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:
                 self._patterns.clear()
-            flags = torch.full((len(self.places) + 1,), float(counts), dtype=self.flat.dtype)
+            flags = torch.full((len(self._parameters) + 1,), float(counts), dtype=self.flat.dtype)
             flags[self._absent] = 0
             flags[-1] = number
             self._patterns[key] = flags.to(self.flat.device)
         return self._patterns[key]
 
 
-def make_buckets(parameters: Sequence[Any], order: Iterable[int], most_bytes: int) -> list[Bucket]:
-    """Buckets of one type and device each, in the order in which they are full."""
+def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
+    """Buckets of one type and device each, in the order in which they are full as gradients come in this order."""
     made: list[Bucket] = []
-    open_: dict[Any, list[int]] = {}
-    for place in order:
-        kind = parameters[place].dtype, parameters[place].device
-        places = open_.setdefault(kind, [])
-        places.append(place)
-        size = sum(parameters[each].numel() * parameters[each].element_size() for each in places)
+    open_: dict[Any, list[Any]] = {}
+    for each in parameters:
+        kind = each.dtype, each.device
+        own = open_.setdefault(kind, [])
+        own.append(each)
+        size = sum(one.numel() * one.element_size() for one in own)
         if size >= (most_bytes if made else min(FIRST_BYTES, most_bytes)):
-            made.append(Bucket(places, [parameters[each] for each in places]))
+            made.append(Bucket(own))
             del open_[kind]
-    return made + [Bucket(places, [parameters[each] for each in places]) for places in open_.values()]
+    return made + list(map(Bucket, open_.values()))
 
 
 def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
@@ -163,16 +164,18 @@ def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor], weight: float) -
     if weight == 1.0:
         torch._foreach_copy_(views, fresh)
     else:
+        factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
         for view, gradient in zip(views, fresh, strict=True):
-            torch.mul(gradient, weight, out=view)
+            torch.mul(gradient, factor, out=view)
 
 
 _IS_SPARSE = attrgetter("is_sparse")
 
 
-def warn_of_hooks(parameters: Sequence[Any], own: int) -> None:
+def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
     """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the whole batch's yet."""
-    if any(each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > own for each in parameters):
+    hooks = [found for each in parameters for found in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+    if any(set(found) - own for found in hooks if found):
         warnings.warn(
             "A parameter has a hook on its gradient, which gets that of this rank's rows alone: masks and factors are"
             " exact, clamping isn't. Change gradients after backward().",
@@ -207,7 +210,7 @@ class Held:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
-        self._final: bytearray | None = None  # of the failed pass
+        self._final: set[int] | None = None  # parameters that have theirs of the failed pass, by id
         self._kept: list[Any] | None = None  # gradients from before the pass
         self.opened = self.late = self.apart = False
 
@@ -229,15 +232,15 @@ class Held:
         """A parameter's gradient of the passes before this one; None if it had none."""
         return self._parameters[place].grad if self._kept is None else self._kept[place]
 
-    def merge(self, fired: bytearray) -> None:
+    def merge(self, came: set[int]) -> None:
         """Add the pass's gradients to those that were kept, except for final ones."""
         if self._kept is None:
             return
         sums: list[Any] = []
         added: list[Any] = []
-        final = self._final or bytes(len(fired))
-        for place, (parameter, kept) in enumerate(zip(self._parameters, self._kept, strict=True)):
-            if parameter.grad is not None and kept is not None and not final[place]:
+        final = self._final or ()
+        for parameter, kept in zip(self._parameters, self._kept, strict=True):
+            if parameter.grad is not None and kept is not None and id(parameter) not in final:
                 sums.append(kept)
                 added.append(parameter.grad)
             if kept is not None:
@@ -255,16 +258,16 @@ class Held:
         """Forget a failed pass whose rows are now all computed."""
         self._final = None
 
-    def fail(self, fired: bytearray) -> None:
+    def fail(self, came: set[int]) -> None:
         """Undo the pass, or remember what of it is final."""
         if self._kept is not None:
             for parameter, kept in zip(self._parameters, self._kept, strict=True):
                 parameter.grad = kept
             self._kept = None
         elif self.late:
-            for parameter, done in zip(self._parameters, fired, strict=True):
-                if done:
+            for parameter in self._parameters:
+                if id(parameter) in came:
                     parameter.grad = None
         elif self.opened:
-            self._final = bytearray(fired)
+            self._final = set(came)
         self.close()

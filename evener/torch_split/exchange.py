@@ -9,7 +9,8 @@ final, so a rank that runs out of memory computes only the rest again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .buckets import Bucket, Held, SeenNumber, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 BUCKET_BYTES = 25 << 20
+MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
 
 
 def _nothing(*_: Any) -> None:
@@ -47,7 +49,7 @@ class Exchange:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
         self.parameters = [each for each in named.values() if each.requires_grad]
-        self.group, self.weight, self.ran = group, 1.0, False
+        self.group, self.weight = group, 1.0
         self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
@@ -60,28 +62,37 @@ class Exchange:
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
-        self._repeats = False  # a parameter's gradient came in parts
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
-        self._begins: list[Any] = []  # hooks that see one of outputs that aren't seen
-        self._hidden_task = -1  # the last such backward pass
+        self._begins: list[Any] = []  # hooks that see the backward pass of outputs that aren't seen
+        self._hidden_task = -1  # that pass
         self._broken = False  # a backward pass has failed when part of its gradients were sent
         self.waits = False  # a forward pass was watched since the last sum
         self._sent = 0  # buckets that are on their way
         self.sums, self.unsummed = 0, False  # unsummed: parameters have gradients of this rank's rows alone
         self._unsent = False  # gradients may be there that weren't summed
-        self._fired = bytearray(len(self.parameters))
+        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # parameters, as their gradients come
+        self._came: set[int] = set()  # those of this backward pass that were looked at, by id
+        self._repeats = False  # a parameter's gradient came in parts
         self.held = Held(self.parameters)
-        self._overlapping = weakref.WeakSet(each for each in _exchanges if each.has_any(set(named)))
-        for each in self._overlapping:
-            each._overlapping.add(self)
+        ids = set(map(id, named.values()))
+        for each in _exchanges:  # a sharded model refuses
+            each.has_any(ids)
         if not alone:
             self._agree([*named.values(), *buffers])
-        self._make_buckets(range(len(self.parameters))[::-1])
-        self._hook()
+        self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
+        hooks = [each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters]
+        own_hooks.update(each.id for each in hooks)
+        weakref.finalize(self, _remove, hooks)
         _exchanges.add(self)
 
+    @property
+    def ran(self) -> bool:
+        """True if gradients were summed."""
+        return self.sums > 0
+
     def has_any(self, parameters: set[int]) -> bool:
+        """True if it sums gradients of these parameters, given by id."""
         return not self._alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
@@ -102,37 +113,6 @@ class Exchange:
         for device in {each.device for each in tensors}:
             own = [each for each in tensors if each.device == device]
             dist._broadcast_coalesced(group, own, 250 << 20, 0)
-
-    def _make_buckets(self, order: Iterable[int]) -> None:
-        self._buckets = [] if self._alone else make_buckets(self.parameters, order, self._bytes)
-        self._bucket_of = {place: bucket for bucket in self._buckets for place in bucket.places}
-
-    def _hook(self) -> None:
-        reference = weakref.ref(self)  # a parameter must not keep what a dropped wrapper had
-
-        def note(place: int) -> Callable[[Any], None]:
-            def hook(_: Any) -> None:
-                exchange = reference()
-                if exchange is None:
-                    return
-                if not exchange._armed:
-                    exchange._check_outside()
-                    return
-                if exchange._fired[place]:
-                    exchange._note_again()
-                exchange._fired[place] = 1
-                if exchange._order is not None:
-                    exchange._order.append(place)
-                bucket = exchange._bucket_of.get(place)  # None where nobody else trains
-                if bucket is not None:
-                    bucket.left -= 1
-                    if not bucket.left:
-                        exchange._complete(bucket)
-
-            return hook
-
-        handles = [each.register_post_accumulate_grad_hook(note(i)) for i, each in enumerate(self.parameters)]
-        weakref.finalize(self, _remove, handles)
 
     # ------------------------------------------------------------------ what a batch weighs
 
@@ -164,26 +144,25 @@ class Exchange:
         reference = weakref.ref(self)  # the outputs are in an object that hides them
 
         def begin(_: Any) -> None:
-            if (exchange := reference()) is not None:
-                exchange._forget_begin()
+            exchange, task = reference(), torch._C._current_graph_task_id()
+            if exchange is None:
+                return
+            if exchange._hidden_task == -1:
                 exchange.arm(sync, batch)
-                exchange._hidden_task = torch._C._current_graph_task_id()
+                exchange._hidden_task = task
+            elif task < exchange._hidden_task:  # which was that of a checkpoint alone
+                raise RequestError(
+                    "The model's output is an object that hides its tensors, and a part of it is in a reentrant"
+                    " checkpoint: nobody sees where its backward pass begins.",
+                    "Return a tensor, tuple or dict, or use torch.utils.checkpoint with use_reentrant=False.",
+                )
 
         self._begins = [each.register_hook(begin) for each in self.parameters if each.requires_grad]
+        own_hooks.update(each.id for each in self._begins)
 
     def _forget_begin(self) -> None:
-        for each in self._begins:
-            each.remove()
-        self._begins = []
-
-    def _check_outside(self) -> None:
-        """RequestError for a gradient that comes when a pass of hidden outputs is over: that was a checkpoint's own."""
-        if -1 < torch._C._current_graph_task_id() < self._hidden_task:
-            raise RequestError(
-                "The model's output is an object that hides its tensors, and a part of it is in a reentrant checkpoint:"
-                " nobody sees where its backward pass begins.",
-                "Return a tensor, tuple or dict, or use torch.utils.checkpoint with use_reentrant=False.",
-            )
+        _remove(self._begins)
+        self._begins, self._hidden_task = [], -1
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -192,7 +171,8 @@ class Exchange:
         self.begun(batch, batch if begins else self._batch)
         self._batch = batch
         if begins:
-            if any(_open.get(other) == task for other in self._overlapping):
+            others = [other for other, its in _open.items() if its == task]
+            if others and any(other.has_any(set(map(id, self.parameters))) for other in others):
                 raise RequestError(
                     "Two wrapped models have a layer in common, and are in one backward pass: its gradient would be"
                     " summed twice.",
@@ -200,29 +180,44 @@ class Exchange:
                 )
             _open.pop(self, None)
             _open[self] = task
-            self._armed, self._sync, self._unsent, self._hidden_task = True, False, True, -1
-            self._fired = bytearray(len(self.parameters))
-            for bucket in self._buckets:
-                bucket.left = len(bucket.places)
+            self._armed, self._sync, self._unsent = True, False, True
+            self._forget_arrived()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
         self._sync |= sync
 
-    def _complete(self, bucket: Bucket) -> None:
-        """Send a bucket whose gradients are all there, once those before it are."""
-        if not self.held.apart:
-            if not (bucket.on_cpu and self._sync):
-                bucket.gather()
-            if self._early and self._sync and not self.held.late:
-                self._send_complete()
+    def _forget_arrived(self) -> None:
+        self._arrived.clear()
+        self._came.clear()
 
-    def _note_again(self) -> None:
-        """Note that a parameter got another part of its gradient, as a layer shared by reentrant checkpoints does."""
-        self._repeats = True
-        if self._order is None and self._early and self._sync:
-            raise RequestError(
-                "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its way.",
-                "Use torch.utils.checkpoint with use_reentrant=False.",
-            )
+    def _note_arrived(self) -> None:
+        """Note the parameters whose gradients have come, and those that got another part of theirs.
+
+        A layer does that is shared by reentrant checkpoints.
+        """
+        came = list(map(id, self._arrived))
+        self._arrived.clear()
+        if self._order is not None:
+            self._order += came
+        count = len(self._came) + len(came)
+        self._came.update(came)
+        if len(self._came) < count:
+            self._repeats = True
+            if self._early and self._sync:
+                raise RequestError(
+                    "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its"
+                    " way.",
+                    "Use torch.utils.checkpoint with use_reentrant=False.",
+                )
+
+    def _look(self, bucket: Bucket) -> None:
+        """Send what is complete, as the gradient is there that came last in this bucket in the first pass."""
+        if not self._armed or self.held.apart:
+            return
+        if self._early and self._sync and not self.held.late:
+            self._note_arrived()
+            self._send_complete()
+        else:
+            bucket.gather()
 
     def _send_complete(self) -> None:
         """Send in order what is complete, unless a model before this one in the backward pass isn't done."""
@@ -231,7 +226,7 @@ class Exchange:
                 break
             if other._sync and other._sent < len(other._buckets):
                 return
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].left:
+        while self._sent < len(self._buckets) and self._buckets[self._sent].ids <= self._came:
             self._send()
 
     def _send(self) -> None:
@@ -249,16 +244,12 @@ class Exchange:
 
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""
-        self.held.merge(self._fired)
-        if self._sync and any(self._fired):
+        self._note_arrived()
+        self.held.merge(self._came)
+        if self._sync and self._came:
             while self._sent < len(self._buckets):
-                if not self._buckets[self._sent].on_cpu:
-                    self._buckets[self._sent].gather()
                 self._send()
-        elif self.held.apart:
-            for bucket in self._buckets:
-                bucket.gather()
-        if any(self._fired) and not self._sync:
+        elif self._came:
             self.unsummed = True
         self.held.close()
 
@@ -271,14 +262,16 @@ class Exchange:
             bucket.receive()
         if self.noise is not None:
             self.noise.receive(self._buckets)
-        self._sent, self._unsent, self.waits, self.ran = 0, False, False, True
+        self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums += 1
-        self.unsummed = False
         self.held.settle()
         self._compare_numbers()
         if self._order is not None or self._spreads:
             with own_collectives():
-                self._agree_again()
+                if self._order is not None:
+                    self._learn_order(self._order)
+                if self._spreads:
+                    self._spread([each.detach() for each in self.buffers()])
         self.done()
 
     def _compare_numbers(self) -> None:
@@ -293,25 +286,22 @@ class Exchange:
                     "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
                 )
 
-    def _agree_again(self) -> None:
-        """After a sum, take the first rank's order of gradients once, and its buffers."""
-        if self._order is not None:
-            self._learn_order(self._order)
-        if self._spreads:
-            self._spread([each.detach() for each in self.buffers()])
-
     def _learn_order(self, seen: list[int]) -> None:
         """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""
-        places = list(dict.fromkeys(seen))
-        places += [place for place in range(len(self.parameters))[::-1] if place not in set(places)]
+        place_of = {id(each): place for place, each in enumerate(self.parameters)}
+        places = list(dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())]))
         order = torch.tensor(places, device=self._buckets[0].flat.device)
         repeats = torch.tensor([self._repeats], device=order.device, dtype=torch.int64)
         dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
         dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
         self._order, self._early = None, not int(repeats)
         if dist.get_rank(self.group) == 0:
-            warn_of_hooks(self.parameters, sum(each is self or each in self._overlapping for each in _exchanges))
-        self._make_buckets(order.tolist())
+            warn_of_hooks(self.parameters, own_hooks)
+        self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
+        reference = weakref.ref(self)  # a parameter must not keep what a dropped wrapper had
+        hooks = [each.last.register_post_accumulate_grad_hook(_looker(reference, each)) for each in self._buckets]
+        own_hooks.update(each.id for each in hooks)
+        weakref.finalize(self, _remove, hooks)
         for bucket in self._buckets:
             bucket.gather()
 
@@ -319,7 +309,7 @@ class Exchange:
 
     def open(self, dependent: bool, rows: int) -> None:
         """Prepare for the backward pass of these rows, 0 if it is another one of the same; `dependent` as in Held."""
-        self._fired = bytearray(len(self.parameters))
+        self._forget_arrived()
         self._armed = self._alone
         self.held.open(dependent)
         if self._alone and self.noise is not None and rows:
@@ -329,7 +319,8 @@ class Exchange:
         """Finish after the backward pass."""
         if self._alone:
             self._armed = False
-            self.held.merge(self._fired)
+            self._note_arrived()
+            self.held.merge(self._came)
             self.held.close()
 
     def has_gradients(self) -> bool:
@@ -344,7 +335,8 @@ class Exchange:
     def fail(self) -> None:
         """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""
         _open.pop(self, None)
-        self.held.fail(self._fired)
+        self._note_arrived()
+        self.held.fail(self._came)
         if self._alone and self.noise is not None:
             self.noise.leave_out()
         self._armed = False
@@ -352,6 +344,16 @@ class Exchange:
 
 _open: dict[Exchange, int] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
 _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+own_hooks: set[int] = set()  # on parameters, by the id of their handle
+
+
+def _looker(reference: weakref.ref[Exchange], bucket: Bucket) -> Callable[[Any], None]:
+    def look(_: Any) -> None:
+        exchange = reference()
+        if exchange is not None:
+            exchange._look(bucket)
+
+    return look
 
 
 def _end(task: int) -> None:
