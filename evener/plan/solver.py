@@ -38,15 +38,21 @@ def scale(curve: Curve, factor: float) -> Curve:
 
 
 def solve_shares(
-    curves: Sequence[Curve], batch: int, walls: Sequence[int], passes: bool, quantum: int = 1
+    curves: Sequence[Curve],
+    batch: int,
+    walls: Sequence[int],
+    passes: bool,
+    quantum: int = 1,
+    extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """Rows of each device, `quantum` or more, that sum to `batch` and are done first; None if they don't fit.
 
     A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without `passes` no share is
-    above its wall.
+    above its wall. `extras` are the seconds that each further pass costs a device beside its rows.
     """
+    more = extras or (0.0,) * len(curves)
     devices = [
-        DeviceCurve(i, PassCurve(curve, wall, wall), batch)
+        DeviceCurve(i, PassCurve(curve, wall, wall, more[i]), batch)
         if wall and passes
         else DeviceCurve(i, curve, min(wall or batch, batch))
         for i, (curve, wall) in enumerate(zip(curves, walls, strict=True))

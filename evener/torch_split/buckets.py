@@ -40,7 +40,7 @@ class Bucket:
         self.work: Any = None
 
     def gather(self, weight: float = 1.0) -> bool:
-        """Make gradients views of the bucket, also where zero_grad had set them to None; True if they are weighted too."""
+        """Make gradients views of the bucket, also where zero_grad set them to None; True if they are weighted too."""
         gradients = [each.grad for each in self._parameters]
         missing = any(map(is_, gradients, repeat(None)))
         self._absent = [place for place, each in enumerate(gradients) if each is None] if missing else []

@@ -274,8 +274,11 @@ class Rebalancing:
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
-        self._windows: dict[int, float] = {}  # to be exchanged: own work by the last step
+        self._windows: dict[
+            int, tuple[float, int]
+        ] = {}  # to be exchanged: own work and rows of a pass by the last step
         self._retreats = 0  # of this rank that were seen
+        self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
 
@@ -304,7 +307,8 @@ class Rebalancing:
         self._window += sizes == self._training.shares.batches
         if self._window >= self._window_steps:
             self._window = 0
-            self._windows[self._step], step_s = self._medians()
+            own_s, step_s = self._medians()
+            self._windows[self._step] = own_s, self._limit
             if len(self._windows) == EXCHANGED_WINDOWS:
                 self._exchange = self._begin_exchange(step_s)
 
@@ -323,11 +327,14 @@ class Rebalancing:
         """The median seconds of own work and of steps in the window, 0 before any was computed.
 
         Own work is 0, which counts for nothing, for some windows after memory ran out: the allocator is empty then, so
-        steps take far longer than those that follow.
+        steps take far longer than those that follow. It is so in a window in which passes became larger again, too.
         """
-        retreats = self._training.reporter.retreats
+        retreats, limit = self._training.reporter.retreats, self._training.passes.limit.most or 0
         if retreats != self._retreats:
             self._retreats, self._settling = retreats, SETTLING_WINDOWS
+        elif limit != self._limit:
+            self._settling = 1
+        self._limit = limit
         self._settling -= 1
         shares = self._training.shares.batches
         steps = [step for step in self._training.timer.last(self._window_steps) if step.sizes == shares]
@@ -337,7 +344,7 @@ class Rebalancing:
 
     def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
         """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""
-        own = [*self._windows.values(), step_s, self._ahead]
+        own = [*(figure for window in self._windows.values() for figure in window), step_s, self._ahead]
         before = self._planned.rank * len(own)
         behind = (self._planned.world - 1) * len(own) - before
         figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
@@ -348,19 +355,19 @@ class Rebalancing:
         self._exchange = None
         ends = tuple(self._windows)
         self._windows.clear()
-        every, each = figures.tolist(), len(ends) + 2
+        every, each = figures.tolist(), 2 * len(ends) + 2
         *windows, step_s, ahead = (every[i::each] for i in range(each))
         self._window_steps = int(min(max(FEWEST_STEPS, WINDOW_SECONDS / max(*step_s, 1e-6)), MOST_STEPS))
-        for end, own_work_s in zip(ends, windows, strict=True):
-            if self._decide(end, own_work_s, int(max(ahead))):
+        for end, own_work_s, limits in zip(ends, windows[::2], windows[1::2], strict=True):
+            if self._decide(end, own_work_s, list(map(int, limits)), int(max(ahead))):
                 break
 
-    def _decide(self, end: int, own_work_s: Sequence[float], batches: int) -> bool:
+    def _decide(self, end: int, own_work_s: Sequence[float], limits: Sequence[int], batches: int) -> bool:
         """Decide on shares by a window that ended at step `end`; True if they change, `batches` batches later."""
         before = self._training.shares.batches
         if self._rule is None:
             self._rule = self._make_rule()
-        change = self._rule.observe(end, own_work_s, before)
+        change = self._rule.observe(end, own_work_s, before, limits)
         if change is None:
             return False
         self._change(change.shares, change.micros, batches)

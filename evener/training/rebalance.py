@@ -4,7 +4,8 @@ Own work is a rank's time up to its last gradient; what it waits for the others 
 many times as long as by its curve each device takes, and one slow step isn't seen in them. New shares are proposed
 where the last windows together would have gained enough by them, and each of the last two a little: a large change
 shows in two windows, a small one in up to 64. Once a change had to be taken back soon, the next need 32 windows, until
-one stands: what comes and goes too fast isn't chased.
+one stands: what comes and goes too fast isn't chased. A pass costs the host about as much however few rows it has: what
+one more costs is seen when a rank takes more or fewer of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from ..plan.layout import Share
 from ..plan.solver import pass_rows, scale, solve_shares
-from ..shares.curves import Curve
+from ..shares.curves import Curve, step_in_passes
 
 LEAST_SHIFT = 0.02  # in own work; smaller ones aren't worth new shapes
 NOISE_ERRORS = 3.0  # and this many standard errors of the windows
@@ -31,6 +32,8 @@ LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
 FINE = 64  # quanta in a mean share, or more
 FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative, of a window
 NOISE_MEMORY = 16  # windows
+CLEAR_PASSES = 0.5  # by how many more or fewer a step must differ to show what one costs
+LEAST_ROWS = 0.1  # of own work: what rows take of it, whatever passes cost
 NEAR = 0.9  # of a share: its slope is taken from there
 
 
@@ -94,6 +97,9 @@ class Rebalancer:
         self._curves = tuple(curves)
         self._walls = tuple(wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True))
         self._passes = passes
+        self._limits = self._walls  # rows of a pass in force, where memory has run out too
+        self._extras: list[float | None] = [None] * len(shares)  # seconds of each further pass beside its rows, if seen
+        self._before: list[tuple[float, float, int]] = []  # with the last shares: own work, by the curve, passes
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
@@ -102,25 +108,48 @@ class Rebalancer:
         self._taken_back = False  # the last change took back the one before
         self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; none yet
         self._next_step = 0  # the first of the next window
+        self._own: deque[tuple[float, ...]] = deque()  # the newest windows with these shares
+        self._planned: list[float] = []  # seconds of the shares by the curves, without what passes cost beside
+        self._counts: list[int] = []  # passes of the shares
         self._begin(tuple(shares))
 
     def _begin(self, shares: tuple[int, ...]) -> None:
+        if self._own:
+            self._before = list(zip(_medians(list(self._own)), self._planned, self._counts, strict=True))
         self.shares = shares
-        self._planned = [curve.seconds(share) for curve, share in zip(self._curves, shares, strict=True)]
+        self._counts = self._count_passes(shares)
+        self._planned = [
+            step_in_passes(*each, extra=0.0) for each in zip(self._curves, shares, self._counts, strict=True)
+        ]
         self._slopes = [_slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)]
+        self._own = deque(maxlen=FEWEST_WINDOWS)
         self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)  # factors
         self._starts: deque[int] = deque(maxlen=MOST_WINDOWS)  # their first steps
         self._seen = 0  # windows with these shares
 
-    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int]) -> Change | None:
+    def _count_passes(self, shares: Sequence[int]) -> list[int]:
+        """The passes of each share, where memory holds as many rows of one as it did last."""
+        return [-(-share // limit) if self._passes else 1 for share, limit in zip(shares, self._limits, strict=True)]
+
+    def observe(
+        self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Sequence[int] = ()
+    ) -> Change | None:
         """A window that ended at `step`: medians of each rank's own work, and the rows that they were of.
 
-        A change holds for the windows that follow. Windows of other rows than the shares in force are passed over.
+        `limits` are the rows of a pass that didn't run out of memory, 0 where none did. A change holds for the windows
+        that follow. Windows of other rows than the shares in force are passed over.
         """
         start, self._next_step = self._next_step, step + 1
         if tuple(rows) != self.shares or not all(0 < own < math.inf for own in own_work_s):
             return None
-        factors = tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
+        known = tuple(min(wall, most or wall) for wall, most in zip(self._walls, limits or self._walls, strict=True))
+        if known != self._limits:
+            self._limits = known
+            self._begin(self.shares)
+        self._own.append(tuple(own_work_s))
+        if len(self._windows) + 1 == FEWEST_WINDOWS and self._learn_extras():
+            self._windows = deque(map(self._find_factors, list(self._own)[:-1]), maxlen=MOST_WINDOWS)
+        factors = self._find_factors(own_work_s)
         self._note_noise(factors)
         self._windows.append(factors)
         self._starts.append(start)
@@ -131,6 +160,38 @@ class Rebalancer:
                 return self._change(*found, span)
             span *= 2
         return None
+
+    def _learn_extras(self) -> bool:
+        """Learn what a further pass costs from a step in more or fewer of them than before; True if that was seen.
+
+        With own work F * t(rows in k passes) + (k - 1) * extra before and after, F drops out.
+        """
+        learned = False
+        for rank, (own, by_curve, count) in enumerate(self._before):
+            share = self._planned[rank] / by_curve
+            more = self._counts[rank] - 1 - (count - 1) * share
+            if self._counts[rank] != count and abs(more) >= CLEAR_PASSES:
+                now = _medians(list(self._own))[rank]
+                self._extras[rank], learned = max(0.0, (now - own * share) / more), True
+        self._before = []
+        return learned
+
+    def _list_extras(self) -> list[float]:
+        """Seconds of each rank's further passes; the mean of the others' where they weren't seen."""
+        known = [each for each in self._extras if each is not None]
+        usual = math.fsum(known) / len(known) if known else 0.0
+        return [usual if each is None else each for each in self._extras]
+
+    def _find_factors(self, own_work_s: Sequence[float]) -> tuple[float, ...]:
+        """How many times as long as by its curve each rank took, without what further passes cost."""
+        beside = map(mul, self._list_extras(), (count - 1 for count in self._counts))
+        each = zip(own_work_s, beside, self._planned, strict=True)
+        return tuple(max(own - extra, own * LEAST_ROWS) / planned for own, extra, planned in each)
+
+    def _add_extras(self, seconds: Sequence[float], counts: Sequence[int]) -> list[float]:
+        return [
+            each + (count - 1) * extra for each, count, extra in zip(seconds, counts, self._list_extras(), strict=True)
+        ]
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
         """Follow the standard deviation of each rank's windows by how much two in a row differ."""
@@ -146,15 +207,15 @@ class Rebalancer:
         recent = list(self._windows)[-span:]
         factors = _medians(recent)
         needed = LEAST_SHIFT + NOISE_ERRORS * max(self._noise) / math.sqrt(span)
-        if self._hope(factors) < needed:
+        if max(self._counts) == 1 and self._hope(factors) < needed:  # passes come and go by leaps
             return None
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
-        shares = solve_shares(curves, sum(self.shares), self._walls, self._passes, self._quantum)
+        extras, batch = self._list_extras(), sum(self.shares)
+        shares = solve_shares(curves, batch, self._limits, self._passes, self._quantum, extras)
         if shares is None or shares == self.shares:
             return None
-        seconds = [curve.seconds(share) for curve, share in zip(self._curves, shares, strict=True)]
-        gain = self._gain(recent, seconds)
-        if gain < needed or any(self._gain([one], seconds) <= 0 for one in recent[-2:]):
+        gain = self._gain(recent, shares)
+        if gain < needed or any(self._gain([one], shares) <= 0 for one in recent[-2:]):
             return None
         return shares, factors, gain
 
@@ -175,10 +236,15 @@ class Rebalancer:
             return share <= self._quantum
         return not self._passes and share + self._quantum > self._walls[rank]
 
-    def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
-        """The gain of these windows if each rank's curve had given it these seconds."""
-        before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
-        return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
+    def _gain(self, windows: Sequence[Sequence[float]], shares: Sequence[int]) -> float:
+        """The gain of these windows if each rank had had these shares."""
+        counts = self._count_passes(shares)
+        seconds = [step_in_passes(*each, extra=0.0) for each in zip(self._curves, shares, counts, strict=True)]
+        before, after = (
+            math.fsum(max(self._add_extras(list(map(mul, window, times)), each)) for window in windows)
+            for times, each in ((self._planned, self._counts), (seconds, counts))
+        )
+        return before / after - 1
 
     def _change(self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int) -> Change:
         soon = self._seen < SOON * self._patience
@@ -201,6 +267,9 @@ class Rebalancer:
         if abs(shifts[rank]) < LEAST_SHIFT:
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
+            if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:
+                rank = max(range(len(factors)), key=self._counts.__getitem__)
+                return f"{self._names[rank]} takes {self._counts[rank]} passes"
             return f"{self._names[rank]} slower by {percent:.0f} % than planned"
         word, percent = "slower" if shifts[rank] > 0 else "faster", 100 * abs(math.expm1(shifts[rank]))
         since = f"{self._find_start(rank, usual[rank], shifts[rank]):,}".replace(",", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -95,3 +96,25 @@ def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPat
     assert shares[0] == 128
     assert seen[-1][1] == pytest.approx(102, abs=8)
     assert all(rows == pytest.approx(102, abs=8) for rows in shares[1:]), "it never got too few"
+
+
+@pytest.mark.parametrize(("a_pass", "a_row", "best"), [(7.7e-3, 0.135e-3, (160, 96)), (20e-3, 0.02e-3, (192, 64))])
+def test_passes_that_cost_the_host_the_same_however_few_rows_take_no_more_rows_than_pay(
+    monkeypatch: pytest.MonkeyPatch, a_pass: float, a_row: float, best: tuple[int, int]
+) -> None:
+    """A neighbour leaves memory for 32 rows at once to one rank; passes are whole again when it has gone."""
+    comes, noise = 60, random.Random(0)
+
+    def limit(step: int, rank: int) -> int | None:
+        return None if rank == 0 or step < comes else 32 if step < 300 else 256
+
+    def own(step: int, rank: int, rows: int) -> float:
+        passes = -(-rows // min(160, limit(step, rank) or 160))  # a quarter more than at first, without a plan
+        return (passes * a_pass + rows * a_row) * noise.gauss(1.0, 0.01)
+
+    seen = lockstep_ranks.train(monkeypatch, (128, 128), 500, own, {comes: 1}, limit)
+    shares = list(dict.fromkeys(seen))
+    assert seen[299] == pytest.approx(best, abs=4)
+    assert max(rows for rows, _ in shares) <= best[0], "it never got too many"
+    assert max(own(499, rank, rows) for rank, rows in enumerate(seen[-1])) < 1.1 * own(0, 0, 128)
+    assert len(shares) <= 6

@@ -45,9 +45,17 @@ class Timer:
 
 
 def train(
-    monkeypatch: pytest.MonkeyPatch, batches: Sequence[int], steps: int, own: OwnWork, retreats: dict[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    batches: Sequence[int],
+    steps: int,
+    own: OwnWork,
+    retreats: dict[int, int],
+    limit: Callable[[int, int], int | None] = lambda *_: None,
 ) -> list[tuple[int, ...]]:
-    """The shares of each step; in the steps of `retreats`, that rank runs out of memory."""
+    """The shares of each step; in the steps of `retreats`, that rank runs out of memory.
+
+    `limit` has the rows of a pass that memory holds of a rank in a step.
+    """
     post = Post(len(batches))
     monkeypatch.setattr(dist, "new_group", lambda **_: post)
     total, ranks = sum(batches), list[Any]()
@@ -60,6 +68,7 @@ def train(
             reporter=SimpleNamespace(retreats=0, changes=[]),
             listeners=[],
             weights=SimpleNamespace(computes_at_once=False),
+            passes=SimpleNamespace(limit=SimpleNamespace(most=None)),
         )
         training.rebalancing = Rebalancing(training)
         ranks.append(training)
@@ -70,6 +79,7 @@ def train(
         seen.append(sizes)
         works = [own(step, rank, sizes[rank]) for rank in range(len(ranks))]
         for rank, training in enumerate(ranks):
+            training.passes.limit.most = limit(step, rank)
             training.reporter.retreats += retreats.get(step) == rank
             training.timer.steps.append(TimedStep(sizes, works[rank], max(works) - works[rank], 0.0, max(works), 0.0))
             training.rebalancing.after_step(sizes)

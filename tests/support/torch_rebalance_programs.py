@@ -150,7 +150,7 @@ class ScriptedRule:
         self._micros = micros
         self._left = iter(SHARES[1:] * 100)
 
-    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int]) -> Change:
+    def observe(self, step: int, own_work_s: Sequence[float], rows: Sequence[int], limits: Any = ()) -> Change:
         assert min(own_work_s) > 0
         shares = next(self._left)
         micros = tuple(map(min, shares, self._micros)) if self._micros else shares
