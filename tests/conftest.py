@@ -161,13 +161,16 @@ def rank_server(shared_folder: Path) -> Callable[[str], RankServer]:
 def trainer_ranks(
     rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[Any]]:
-    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py."""
+    """`trainer_ranks("module.function", *arguments, world=2)`: what each rank of it saved, see rank_server.py.
+
+    `imports` is a module that they use, which is imported once for all.
+    """
     torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
     server = rank_server("torch._dynamo")  # optimizers load it on their first step, which takes 2 s in each rank
 
-    def run(function: str, *arguments: Any, world: int = 1) -> list[Any]:
+    def run(function: str, *arguments: Any, world: int = 1, imports: str = "") -> list[Any]:
         own = folder / str(len(list(folder.iterdir())))
-        server.run(function, own, *arguments, ranks=place_ranks(world))
+        server.run(function, own, *arguments, ranks=place_ranks(world), imports=imports)
         return [torch.load(own / f"{rank}.pt") for rank in range(world)]
 
     return run

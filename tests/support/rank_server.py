@@ -78,14 +78,22 @@ class RankServer:
             subprocess.run(command, env={**own, **rank_environment()}, cwd=root, check=True, **quiet)
 
     def run(
-        self, function: str, folder: Path, *arguments: Any, ranks: Sequence[dict[str, str]], seconds: int = SECONDS
+        self,
+        function: str,
+        folder: Path,
+        *arguments: Any,
+        ranks: Sequence[dict[str, str]],
+        seconds: int = SECONDS,
+        imports: str = "",
     ) -> None:
         """`module.function(folder, rank, *arguments)` in a process for each of the environments of `ranks`.
 
-        AssertionError if one fails, or takes more seconds. A test that ends while it waits ends them.
+        They are forked with the module `imports` imported, too. AssertionError if one fails, or takes more seconds. A
+        test that ends while it waits ends them.
         """
         folder.mkdir(exist_ok=True)
         request = {"function": function, "folder": str(folder), "arguments": arguments, "seconds": seconds}
+        request["imports"] = imports
         own = [{"EVENER_LIVE_DIR": str(folder / "live"), **rank} for rank in ranks]
         with self._connect() as line:
             line.sendall((json.dumps({**request, "environments": own}) + "\n").encode())
@@ -127,6 +135,8 @@ def serve(module: str, address: str, owner: int) -> None:
         request = json.loads(text)
         with suppress(Exception):  # its ranks say it
             find_function(request["function"])
+            if request["imports"]:
+                import_module(request["imports"])
         gc.freeze()  # trainers collect garbage often, which would go through all modules each time
         if os.fork() == 0:
             door.close()

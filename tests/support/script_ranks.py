@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import runpy
 import sys
@@ -48,6 +49,34 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
 def run_saving_script(folder: Path, rank: int, script: str) -> None:
     """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`."""
     run_script(rank, script, f"{folder}/")
+
+
+def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
+    """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's words as "said"."""
+    import msgspec
+    import torch
+
+    from evener.program.install import install
+    from evener.program.notes import ProgramSettings
+
+    settings = ProgramSettings("", Path(script).name)
+    os.environ |= {launched.PROGRAM: msgspec.json.encode(settings).decode(), launched.PLAN: plan}
+    os.environ[launched.DEVICE] = load_plan(plan).layout.active[rank].device
+    install()
+    run_script(rank, script, f"{folder}/", *words)
+    saved = folder / f"{rank}.pt"
+    torch.save(torch.load(saved) | {"said": (folder / f"rank{rank}.txt").read_text()}, saved)
+
+
+def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
+    """The class and the step of the trainer of a script that would save `0.pt` when it has trained."""
+    import torch
+
+    from evener.program.captured import build
+
+    os.environ[launched.PROGRAM_COMMAND] = json.dumps([script, f"{folder}/"])
+    made = build()
+    torch.save([type(made).__name__, made.state.global_step], folder / f"{rank}.pt")
 
 
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:

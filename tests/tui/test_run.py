@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import subprocess
 import sys
@@ -15,7 +15,6 @@ import pytest
 from evener.errors import RequestError
 from evener.plan.file import load_plan
 from evener.system.files import runs_folder
-from evener.training.launched import PROGRAM_COMMAND
 from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
 from tests.support.cores import two_cores
 from tests.support.frameworks import LazyModule
@@ -35,7 +34,8 @@ batch = 1
 """
 
 
-Evenly = Callable[[str], list[dict[str, Any]]]
+Ranks = Callable[..., list[Any]]
+SCRIPTS = "tests.support.script_ranks"
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -53,31 +53,20 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def trained(folder: Path) -> list[dict[str, Any]]:
-    """What each rank of the program has saved."""
-    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-
-
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference of a weight."""
     pairs = ((torch.tensor(one[name]), torch.tensor(other[name])) for name in one)
     return max(float((mine - its).abs().max()) for mine, its in pairs)
 
 
-@pytest.fixture
-def train_evenly(trainer_ranks: Callable[..., list[Any]]) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank of a program has saved that was started as its own launcher does it."""
-    return lambda program: trainer_ranks("tests.support.script_ranks.run_saving_script", program, world=2)
-
-
 @two_cores
 @pytest.mark.slow
-def test_an_unchanged_program_learns_the_same_by_other_shares(tmp_path: Path, train_evenly: Evenly) -> None:
-    evenly = train_evenly(PROGRAM)
+def test_an_unchanged_program_learns_the_same_by_other_shares(tmp_path: Path, trainer_ranks: Ranks) -> None:
+    evenly = trainer_ranks(f"{SCRIPTS}.run_saving_script", PROGRAM, world=2)
     (tmp_path / "plan.toml").write_text(UNEVEN)
     ended = run(tmp_path, "--plan", "plan.toml", "--", "python", PROGRAM, f"{tmp_path}/")
     assert not ended.returncode, ended.stderr
-    first, second = trained(tmp_path)
+    first, second = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]  # the first step is the program's own
     assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
     assert first["weights"] == second["weights"]
@@ -86,33 +75,41 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(tmp_path: Path, tr
     assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in ended.stderr
 
 
-@two_cores
+@pytest.fixture
+def train(trainer_ranks: Ranks, tmp_path: Path) -> Ranks:
+    """`train(script, imports, *words)`: what each rank saved, evenly and then by shares with evener run's hooks.
+
+    The ranks are forked from a process that has imported the library `imports`; the test above starts evener run
+    itself, which does the same for every program.
+    """
+    plan = tmp_path / "plan.toml"
+    plan.write_text(UNEVEN)
+
+    def run(script: str, imports: str, *words: str) -> list[Any]:
+        pytest.importorskip(imports.partition(".")[0])
+        ranks = functools.partial(trainer_ranks, world=2, imports=imports)
+        evenly = [] if words else ranks(f"{SCRIPTS}.run_saving_script", script)
+        return [evenly, ranks(f"{SCRIPTS}.run_by_shares", str(plan), script, *words)]
+
+    return run
+
+
 @pytest.mark.slow
-def test_a_trainer_learns_the_same_by_other_shares(tmp_path: Path, train_evenly: Evenly) -> None:
-    pytest.importorskip("transformers")
-    evenly = train_evenly(TRAINER)
-    (tmp_path / "plan.toml").write_text(UNEVEN)
-    ended = run(tmp_path, "--plan", "plan.toml", "--", TRAINER, f"{tmp_path}/")
-    assert not ended.returncode, ended.stderr
-    first, second = trained(tmp_path)
+def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
+    evenly, (first, second) = train(TRAINER, "transformers.trainer")
     assert first["weights"] == second["weights"]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
-    assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in ended.stderr
-    assert ended.stderr.count("it is a sum, not a mean over rows") == 1  # the second training
+    assert "3+1 = 4 rows a step, by Trainer, a transformers.Trainer" in first["said"]
+    assert first["said"].count("it is a sum, not a mean over rows") == 1  # the second training
     assert first["last trainer"] == "SumTrainer"
 
 
-@two_cores
 @pytest.mark.slow
-def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(tmp_path: Path, train_evenly: Evenly) -> None:
-    pytest.importorskip("lightning")
-    evenly = train_evenly(LIGHTNING)
-    (tmp_path / "plan.toml").write_text(UNEVEN)
-    ended = run(tmp_path, "--plan", "plan.toml", "--", "python", LIGHTNING, f"{tmp_path}/")
-    assert not ended.returncode, ended.stderr
-    assert "6+2 = 8 rows a step, by lightning.Trainer" in ended.stderr
-    assert ended.stderr.count("it is a sum, not a mean over rows") == 1  # the second training
-    for now, own, epoch in zip(trained(tmp_path), evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
+def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ranks) -> None:
+    evenly, by_shares = train(LIGHTNING, "lightning")
+    assert "6+2 = 8 rows a step, by lightning.Trainer" in by_shares[0]["said"]
+    assert by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1  # the second training
+    for now, own, epoch in zip(by_shares, evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
         assert now["rows"] == epoch * 3
         assert difference(now["weights"], own["weights"]) <= 1e-12
         assert difference(now["after"], own["after"]) <= 1e-12
@@ -120,23 +117,16 @@ def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(tmp_path: 
         assert now["strategy"] == "DDPStrategy"
 
 
-@two_cores
 @pytest.mark.slow
-def test_a_loop_of_accelerate_learns_the_same_by_other_shares(tmp_path: Path, train_evenly: Evenly) -> None:
-    pytest.importorskip("accelerate")
-    evenly = train_evenly(ACCELERATED)
-    (tmp_path / "plan.toml").write_text(UNEVEN)
-    ended = run(tmp_path, "--plan", "plan.toml", "--", ACCELERATED, f"{tmp_path}/")
-    assert not ended.returncode, ended.stderr
-    for now, own, share in zip(trained(tmp_path), evenly, (6, 2), strict=True):
+def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> None:
+    for now, own, share in zip(*reversed(train(ACCELERATED, "accelerate")), (6, 2), strict=True):
         assert now["rows"][:6] == [4, 4, 4, share, share, share]  # a step of two batches is looked at, one is fetched
         assert difference(now["weights"], own["weights"]) <= 1e-12
         assert {name: now[name] for name in ("gathered", "correct", "rate")} == {
             name: own[name] for name in ("gathered", "correct", "rate")
         }
-    ended = run(tmp_path, "--plan", "plan.toml", "--", ACCELERATED, f"{tmp_path}/", "--dispatch")
-    assert not ended.returncode, ended.stderr
-    assert ended.stderr.count("shares stay even: one rank reads the rows of all") == 1
+    _, (first, _) = train(ACCELERATED, "accelerate", "--dispatch")
+    assert first["said"].count("shares stay even: one rank reads the rows of all") == 1
 
 
 @pytest.mark.parametrize(
@@ -166,16 +156,11 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_of_a_program_is_what_it_would_train(tmp_path: Path) -> None:
+def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -> None:
     """As --balance measures it: the program makes it, and ends where it would train."""
     pytest.importorskip("transformers")
-    made = (
-        "from evener.program.captured import build; made = build(); print(type(made).__name__, made.state.global_step)"
-    )
-    environment = {**os.environ, PROGRAM_COMMAND: json.dumps([TRAINER, f"{tmp_path}/"]), "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", made], env=environment, capture_output=True, text=True, timeout=240)
-    assert ended.stdout.split() == ["Trainer", "0"], ended.stderr
-    assert not (tmp_path / "0.pt").exists()
+    found = trainer_ranks(f"{SCRIPTS}.save_captured_trainer", TRAINER, imports="transformers.trainer")
+    assert found == [["Trainer", 0]]
 
 
 @two_cores
