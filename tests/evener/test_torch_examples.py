@@ -1,11 +1,8 @@
-"""The PyTorch examples run as they stand, with small sizes: two devices by evener launch, one in a forked rank."""
+"""The PyTorch examples run as they stand, with small sizes, in forked ranks that have evener launch's environment."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,35 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-# A gloo thread that lets go of its last tensors while Python ends aborts the rank: seldom, on a busy machine, and known
-# (github.com/pytorch/pytorch/issues/190489).
-ABORTS = "terminate called without an active exception"
-
-
-def launch(folder: Path, *words: str) -> str:
-    """What `evener launch` prints, on CPUs; once more if PyTorch aborted at its end."""
-    variables = {"CUDA_VISIBLE_DEVICES": "", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "evener", "launch", *words],
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            timeout=270,
-        )
-        if ABORTS not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-3000:]
-    return re.sub(r"^\[rank \d\] ", "", done.stdout, flags=re.MULTILINE)
-
-
 @pytest.fixture
 def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
-    """`run(name, *words, world=1)`: what an example prints on so many devices, in its first rank; in float64."""
+    """`run(name, *words, world=1)`: what an example prints on these devices, in its first rank; in float64."""
 
-    def run_example(name: str, *words: str, world: int = 1, precision: str = "_in_float64") -> str:
-        script = (f"tests.support.script_ranks.save_printed{precision}", str(EXAMPLES / name))
-        printed: list[str] = trainer_ranks(*script, *words, world=world)
+    def run_example(name: str, *words: str, world: int = 1, how: str = "_in_float64", plan: str = "") -> str:
+        function = f"tests.support.script_ranks.save_printed{'_by_plan' if plan else how}"
+        printed: list[str] = trainer_ranks(function, *filter(None, [plan]), str(EXAMPLES / name), *words, world=world)
         return printed[0]
 
     return run_example
@@ -68,14 +43,13 @@ def epochs(text: str) -> list[list[str]]:
     return re.findall(r"epoch \d+: loss ([\d.]+), accuracy ([\d.]+), [\d,]+ samples/s", text)
 
 
-def test_training_by_a_plan_learns_what_one_device_learns(plan: str, tmp_path: Path, run: Callable[..., str]) -> None:
+def test_training_by_a_plan_learns_what_one_device_learns(plan: str, run: Callable[..., str]) -> None:
     """Two ranks of 24 and 8 print the loss and accuracy of one process on batches of 32, and the plan's figure.
 
     Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how they sum float32.
     """
     name, rows = "torch_train.py", ("--rows", "1000")
-    script = ("-m", "tests.support.script_in_float64", str(EXAMPLES / name))
-    two = launch(tmp_path, plan, *script, *rows, "--seconds", "0.01")
+    two = run(name, *rows, "--seconds", "0.01", world=2, plan=plan)
     (ours,), (expected,) = epochs(two), epochs(run(name, "--global-batch", "32", *rows, "--epochs", "1"))
     assert ours == expected
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
@@ -96,7 +70,7 @@ def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Ca
 def test_the_recurrent_experiment_gives_its_table(run: Callable[..., str]) -> None:
     """One device and two unequal ones have the same accuracies, to one in the last digit: the script is in float32."""
     words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]
-    table, said = run("torch_gru_digits.py", *words, precision="").splitlines()[-2:]
+    table, said = run("torch_gru_digits.py", *words, how="").splitlines()[-2:]
     cells = table.strip("|").split("|")
     assert cells[:2] == ["2", "256"]
     for one, two in zip(cells[2:4], cells[5:7], strict=True):

@@ -51,6 +51,14 @@ def run_saving_script(folder: Path, rank: int, script: str) -> None:
     run_script(rank, script, f"{folder}/")
 
 
+def run_launched(_folder: Path, rank: int, script: str, *words: str) -> None:
+    """As `run_script`, on one thread of PyTorch; the environment is the caller's."""
+    import torch
+
+    torch.set_num_threads(1)
+    run_script(rank, script, *words)
+
+
 def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
     """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's words as "said"."""
     import msgspec
@@ -86,6 +94,12 @@ def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     torch.set_num_threads(1)
     torch.save(run_script(rank, script, *words), folder / f"{rank}.pt")
+
+
+def save_printed_by_plan(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
+    """As `save_printed_in_float64`, in the environment that evener launch gives to the process of this rank's slice."""
+    os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
+    save_printed_in_float64(folder, rank, script, *words)
 
 
 def save_printed_in_float64(folder: Path, rank: int, script: str, *words: str) -> None:

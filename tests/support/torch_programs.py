@@ -21,15 +21,15 @@ from tests.support import (
     torch_unlike_programs,
 )
 from tests.support.torch_exact_batches import mean_inside
-from tests.support.torch_program_parts import EXACT, REFUSED, ROWS, data, network, run, weights
+from tests.support.torch_program_parts import EXACT, REFUSED, data, network, rows_for, run, weights
 
 __all__ = [
     "EXACT",
     "REFUSED",
-    "ROWS",
     "data",
     "mean_inside",
     "network",
+    "rows_for",
     "run",
     "run_all",
     "torch_exact_loops",
@@ -46,6 +46,6 @@ def run_all(folder: Path, rank: int, shares: Sequence[int]) -> None:
     torch.set_num_threads(1)
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}, "mean_inside": mean_inside}
     ratios = tuple(filter(None, shares))
-    ended = {(name, rows): run(wanted[name], ratios, rows) for name in wanted for rows in ROWS}
+    ended = {(name, rows): run(program, ratios, rows) for name, program in wanted.items() for rows in rows_for(name)}
     torch.save((ended, torch_ranks.train_cases(folder, rank, shares)), folder / f"{rank}.pt")
     dist.destroy_process_group()

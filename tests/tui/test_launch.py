@@ -28,6 +28,7 @@ from evener.tui.signals import caught_signals
 from tests.support.cores import two_cores
 from tests.support.launched_checks import check_ranks
 from tests.support.launched_plan import plan
+from tests.support.rank_server import RankServer
 from tests.support.torch_start import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,36 +342,54 @@ def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
     assert len([line for line in output.splitlines() if "0 cpu" in line]) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("by", ["evener launch", "torchrun"])
-def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
-    by: str, start: Callable[..., Any], tmp_path: Path
-) -> None:
-    """Two loopback addresses play the hosts: by the line that launch prints, and by torchrun's as docs have them.
-
-    Before that, every rank hears that a share would be taken twice, and that a plan differs.
-    """
+@pytest.fixture
+def plan_of_two_hosts(tmp_path: Path) -> None:
+    """A plan of one and two shares for two loopback addresses that play the hosts."""
     need_torch_and_two_cpus()
     made = plan(["cpu-0-of-1", "cpu-0-of-2", "cpu-1-of-2"], HOSTS)
     layout = make_layout("split", made.layout.share, (1, 5, 2))
     msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
-    port = free_port()
-    if by == "torchrun":
-        meet = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.2:{port}"]
-        words = [TRAINING, str(tmp_path), "plan.toml"]
-        running = [
-            start(*meet, "--nproc-per-node", count, *words, module="torch.distributed.run", EVENER_HOST=host)
-            for host, count in (("127.0.0.2", "1"), ("127.0.0.3", "2"))
-        ]
-    else:
-        place = ["--rendezvous", f"127.0.0.3:{port}"]  # not the first host of the plan
-        running = [
-            start("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
-            for host in ("127.0.0.3", "127.0.0.2")
-        ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.usefixtures("plan_of_two_hosts")
+def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """By the line that launch prints; before, every rank hears that a share would be taken twice, or a plan differs."""
+    place = ["--rendezvous", f"127.0.0.3:{free_port()}"]  # not the first host of the plan
+    running = [
+        start("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
+        for host in ("127.0.0.3", "127.0.0.2")
+    ]
     errors = [process.communicate(timeout=2 * SECONDS)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    check_ranks(tmp_path, HOSTS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("plan_of_two_hosts")
+def test_ranks_of_torchrun_on_two_hosts_do_too(rank_server: Callable[[str], RankServer], tmp_path: Path) -> None:
+    """In its environment, as docs have it; examples/torch_gru_digits.py starts torchrun itself in its own test."""
+    common = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(free_port())}
+    places = [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
+    ranks = [
+        {
+            **common,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": str(group),
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "EVENER_HOST": HOSTS[rank],
+        }
+        for rank, (group, local, size) in enumerate(places)
+    ]
+    words = str(tmp_path), str(tmp_path / "plan.toml")
+    server = rank_server("torch._dynamo")
+    server.run("tests.support.script_ranks.run_launched", tmp_path, TRAINING, *words, ranks=ranks)
     check_ranks(tmp_path, HOSTS)
 
 
