@@ -36,6 +36,7 @@ from ..types import (
     Finding,
     Interval,
     Layout,
+    ModelState,
     Observation,
     OutOfMemory,
     Result,
@@ -118,7 +119,11 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
             framework=header.framework,
             precision=MIXED if "mixed" in knobs else request.precision,
             xla=request.xla or "xla" in knobs,
-            layout=_add_curves(write(chosen.layout), search.curves(chosen.layout)),
+            layout=_add_memory(
+                _add_curves(write(chosen.layout), search.curves(chosen.layout)),
+                search.turns(chosen.layout),
+                facts.state,
+            ),
             throughput=throughput,
             evidence=tuple(_write_evidence(*one, search, write) for one in evidence),
             search=_summarize(record, end),
@@ -299,6 +304,23 @@ def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_to
 def _add_curves(layout: PlanLayout, curves: Sequence[tuple[Knots, int]]) -> PlanLayout:
     shares = zip(layout.share, curves, strict=True)
     described = tuple(msgspec.structs.replace(share, curve=curve, most=most) for share, (curve, most) in shares)
+    return msgspec.structs.replace(layout, share=described)
+
+
+def _add_memory(layout: PlanLayout, turns: Sequence[Timed], state: ModelState | None) -> PlanLayout:
+    """The layout with the bytes to expect on each device of a sharded training; any other as it is."""
+    if not layout.traits.sharded or state is None:
+        return layout
+    described = tuple(
+        msgspec.structs.replace(
+            share,
+            held_bytes=round(share.state * state.state_bytes) + state.gathered_bytes,
+            peak_bytes=max((turn.memory_bytes[position] or 0 for turn in turns), default=0),
+        )
+        if share.batch
+        else share
+        for position, share in enumerate(layout.share)
+    )
     return msgspec.structs.replace(layout, share=described)
 
 

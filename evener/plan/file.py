@@ -68,6 +68,7 @@ _BY_HAND: dict[str, Any] = {  # of a plan that nobody has measured
     "search": {**dict.fromkeys(("probes", "out_of_memory", "seed"), 0), "seconds": 0.0, "why_stopped": ""},
     "fingerprint": {"devices": (), "driver": "", "versions": {}, "workload_digest": ""},
 }
+_OPTIONAL = ("cost", "tokens", "host", "curve", "most", "state", "held_bytes", "peak_bytes")  # written where known
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
 
 
@@ -208,7 +209,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
     data: dict[str, Any] = as_unicode(msgspec.to_builtins(in_its_schema(plan)))
     for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
         for share in layout["share"]:
-            for key in ("cost", "tokens", "host", "curve", "most", "state"):
+            for key in _OPTIONAL:
                 if not share[key]:
                     del share[key]
     return {"schema": data.pop("schema"), **data}

@@ -75,6 +75,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve: Knots = ()
     most: int = 0  # rows of one pass that its memory holds; 0: unknown
     state: float = 0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
+    held_bytes: int = 0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
+    peak_bytes: int = 0  # the most that was measured there in a step of these shares, activations included; 0: unknown
 
     @property
     def on_gpu(self) -> bool:
@@ -232,6 +234,8 @@ def _check_share(share: Share, where: str) -> None:
         )
     if share.most < 0:
         raise PlanError(f"{where}.most is {share.most}.", "Write the most rows of a pass, or 0.")
+    if min(share.held_bytes, share.peak_bytes) < 0:
+        raise PlanError(f"{where} has {share.held_bytes} and {share.peak_bytes} bytes.", "Write bytes from 0.")
     if not min(share.batch, 1) <= share.micro <= share.batch:
         raise PlanError(
             f"{where}.micro is {share.micro}, but its batch is {share.batch}.",

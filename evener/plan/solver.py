@@ -119,7 +119,10 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
     states = (share.state / held if held and share in sizes else 0.0 for share in layout.share)
     return make_layout(
         layout.kind if len(left) > 1 else "solo",
-        tuple(msgspec.structs.replace(share, state=state) for share, state in zip(layout.share, states, strict=True)),
+        tuple(
+            msgspec.structs.replace(share, state=state, held_bytes=0, peak_bytes=0)
+            for share, state in zip(layout.share, states, strict=True)
+        ),
         batches,
         micros=micros,
         ratios=ratios if layout.by_cost else None,

@@ -352,6 +352,7 @@ def put(data: Any, path: str, value: Any) -> None:
         ("layout.share.0.curve", [[-1, 0.1], [9, 0.2]], "share[0].curve"),
         ("layout.share.0.curve", [[0, 0.1], [9, math.nan]], "share[0].curve"),
         ("layout.share.2.most", -1, "share[2].most is -1"),
+        ("layout.share.2.held_bytes", -1, "share[2] has -1 and 0 bytes"),
         ("layout.global_batch", 10**30, "global_batch"),
         ("layout.kind", "solo", "solo"),
         ("layout.kind", "spilt", "spilt"),

@@ -1,15 +1,26 @@
-"""A rank of a sharded workload that is measured by itself steps as in a group, and says what the model needs."""
+"""Probes of a sharded workload: a rank by itself says what the model needs, and a group is planned and trains."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from evener.balancer.events import Finished, Observed
+from evener.balancer.request import Request
+from evener.balancer.run import open_run
+from evener.balancer.session import Session
+from evener.balancer.types import Observation, OutOfMemory, Timed
 from evener.errors import RequestError
+from evener.plan.file import Plan
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from tests.support import shard_workload
+from tests.support.cores import two_cores
 
 PART = 1 / 64
 ALONE = Place(("cpu:0",), threads=1, state=(PART,))
@@ -57,3 +68,49 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(monkeypatch: pyt
         make(monkeypatch, torch.optim.Adafactor)
     with pytest.raises(RequestError, match="Adagrad has state before its first step"):
         make(monkeypatch, torch.optim.Adagrad)
+
+
+@pytest.fixture
+def planned(own_folder: Path) -> tuple[Plan, list[Observation]]:
+    """The plan after a whole step in shards, for slices of 30 and 10 MiB by the ledger, and all measurements."""
+    workload = f"{shard_workload.__file__}:build"
+    slices = "cpu/2:0@30MiB,cpu/2:1@10MiB"
+    request = Request(devices=slices, workload=workload, framework="torch", max_global_batch=8, budget_seconds=90.0)
+    session, seen, plan = Session(open_run(request)), list[Observation](), None
+    for event in session.events():
+        if isinstance(event, Observed):
+            seen.append(event.seen)
+            if isinstance(event.seen, Timed) and event.seen.probe.layout.kind == "shard":
+                session.stop()
+        elif isinstance(event, Finished):
+            plan = event.plan
+    session.close()
+    assert plan is not None
+    plan.save("plan.toml")
+    return plan, seen
+
+
+@two_cores
+@pytest.mark.slow
+def test_what_no_slice_holds_is_planned_in_shards_and_trains_with_the_memory_that_the_plan_says(
+    planned: tuple[Plan, list[Observation]], own_folder: Path, trainer_ranks: Callable[..., list[Any]]
+) -> None:
+    """Equal shards would be 17 MB each."""
+    plan, seen = planned
+    alone = [one for one in seen if one.probe.layout.kind == "solo"]
+    assert {type(one) for one in alone} == {OutOfMemory}
+    assert plan.layout.kind == "shard"
+    assert plan.layout.share[0].state == pytest.approx(0.78, abs=0.02), "by memory"
+    for rank in trainer_ranks("tests.support.shard_workload.train", str(own_folder / "plan.toml"), world=2):
+        assert rank["held"] == pytest.approx(rank["planned"], rel=0.03)
+        assert rank["held"] == pytest.approx(rank["measured"], rel=0.03)
+        assert rank["moved"]
+
+
+def test_unequal_memory_holds_more_than_equal_shards_and_nearly_all_that_it_could(
+    trainer_ranks: Callable[..., list[Any]],
+) -> None:
+    found, same = trainer_ranks("tests.support.shard_workload.sweep", (3_000_000, 1_000_000), world=2)
+    assert found == same
+    assert found["planned"] >= 1.6 * found["equal"]
+    assert found["planned"] >= 0.9 * found["room"]
