@@ -7,7 +7,7 @@ from typing import Any
 from evener.devices.sampler import Sampler
 
 from .app import EvenerApp
-from .runtime.session_thread import SessionEnded
+from .runtime.base_app import SessionEnded
 from .runtime.simulated_training import PAIR, TrainingSource
 
 PACE = 0.25  # of real time that the search takes

@@ -26,14 +26,6 @@ from ..torch_split.loss_measure import kept_attributes
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import RankShares, find_shares, open_plan
 from ..torch_split.wrapped import check_normalization, has_own_work
-from .checks import (
-    CHECKPOINT,
-    check_checkpoint,
-    check_rebalance,
-    check_setup,
-    check_trainer_class,
-    needs_equal_passes,
-)
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
     Pass,
@@ -46,7 +38,19 @@ from .loss import (
     weigh_loss,
     weigh_passes,
 )
-from .rows import PassList, PassRows, PassSampler, make_sampler, training_rows
+from .rows import (
+    CHECKPOINT,
+    PassList,
+    PassRows,
+    PassSampler,
+    check_checkpoint,
+    check_rebalance,
+    check_setup,
+    check_trainer_class,
+    make_sampler,
+    needs_equal_passes,
+    training_rows,
+)
 from .shards import ShardMixin
 
 

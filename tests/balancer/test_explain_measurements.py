@@ -20,7 +20,7 @@ from evener.balancer.result.measurements import (
 from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.types import Failed, Finding, Layout, Probe, Stage, Timed, Warned, layout_of, solo
 from evener.devices.types import Device
-from evener.tui.text.progress import DOUBTS
+from evener.tui.text.summaries import DOUBTS
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
 EVERY = [msgspec.convert({"code": code, "value": 0.1}, Warned) for code in ORDER]

@@ -20,9 +20,8 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml
 from evener.shares.curves import Cost
-from evener.tui.text.progress import observation_words
 from evener.tui.text.ranking_tables import ranking_json, ranking_table
-from evener.tui.text.summaries import share_table
+from evener.tui.text.summaries import observation_words, share_table
 from tests.support.text_machines import TextMachine
 
 FAST, SLOW = Cost(0.001, 2e-5, 1e-8), Cost(0.002, 4e-5, 2e-8)

@@ -312,16 +312,16 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
 
 def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of everybody's its name may have been guessed."""
-    from evener.tui.runtime import session_thread
+    from evener.tui.runtime import base_app
 
     (tmp_path / "kept").write_text("precious")
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/no/such/folder")
     (tmp_path / f"crash-now-{os.getpid()}.log").symlink_to(tmp_path / "kept")
-    assert session_thread.write_crash_log(ValueError("x")) is None
+    assert base_app.write_crash_log(ValueError("x")) is None
     assert (tmp_path / "kept").read_text() == "precious"
     (tmp_path / f"crash-now-{os.getpid()}.log").unlink()
-    written = session_thread.write_crash_log(ValueError("x"))
+    written = base_app.write_crash_log(ValueError("x"))
     assert written is not None
     assert stat.S_IMODE(written.stat().st_mode) == 0o600

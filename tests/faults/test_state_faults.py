@@ -19,7 +19,7 @@ from evener.errors import RequestError
 from evener.live.files import live_folders, prepare_folder
 from evener.system.files import runs_folder, state_folder
 from evener.tui.cli.main import run
-from evener.tui.runtime.session_thread import write_crash_log
+from evener.tui.runtime.base_app import write_crash_log
 from tests.support.small_disk import fill
 
 

@@ -33,8 +33,7 @@ from evener.plan.file import Plan, parse_plan, to_json, to_toml
 from evener.tui.runtime.sessions import recorded_events
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_indices, parse_settings
-from evener.tui.text.progress import Progress, observation_words
-from evener.tui.text.summaries import summary_lines
+from evener.tui.text.summaries import Progress, observation_words, summary_lines
 from evener.tui.view.cells import UNICODE
 from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry

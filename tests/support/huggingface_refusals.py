@@ -13,8 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
-from evener.huggingface.checks import check_setup
-from evener.huggingface.rows import find_lengths
+from evener.huggingface.rows import check_setup, find_lengths
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)

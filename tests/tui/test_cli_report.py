@@ -12,7 +12,7 @@ import pytest
 
 from evener.balancer.number_format import rate
 from evener.tui.cli.main import run
-from evener.tui.text.progress import layout_words, outcome_words
+from evener.tui.text.summaries import layout_words, outcome_words
 
 pytest.importorskip("matplotlib")
 

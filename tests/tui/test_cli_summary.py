@@ -21,8 +21,7 @@ from evener.balancer.types import (
     solo,
 )
 from evener.plan.file import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
-from evener.tui.text.progress import Progress, observation_words, outcome_words
-from evener.tui.text.summaries import summary_lines
+from evener.tui.text.summaries import Progress, observation_words, outcome_words, summary_lines
 from tests.support.launched_plan import make_plan
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))

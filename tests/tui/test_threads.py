@@ -19,8 +19,7 @@ from evener.devices.discover import discover, open_source
 from evener.devices.processes import send_signal
 from evener.devices.sampler import Sampler
 from evener.errors import NoLayoutError, RequestError
-from evener.tui.runtime.base_app import Sampled
-from evener.tui.runtime.session_thread import SessionEnded, SessionReported, SessionThread
+from evener.tui.runtime.base_app import Sampled, SessionEnded, SessionReported, SessionThread
 from evener.tui.runtime.sessions import RunReplay
 
 

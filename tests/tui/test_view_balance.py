@@ -39,7 +39,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.tui.text.progress import layout_words
+from evener.tui.text.summaries import layout_words
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import ASCII, UNICODE, Marks, span_cells

@@ -28,7 +28,7 @@ from evener.balancer.store import runs
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import folded, plain
+from ..text.formatting import Form, align, csv_text, folded, json_text, plain
 from ..text.parsing import REQUEST_HELP, check_one_form, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import (
     packing_tables,
@@ -39,7 +39,6 @@ from ..text.ranking_tables import (
     transfer_tables,
 )
 from ..text.summaries import frontier_table, summary_lines
-from ..text.tables import Form, align, csv_text, json_text
 from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, FormatOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals

@@ -16,8 +16,7 @@ from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
 from evener.errors import RequestError
 
-from ..text.formatting import plain
-from ..text.tables import align, json_text
+from ..text.formatting import align, json_text, plain
 from .options import DevicesOption, JsonOption, RayAddressOption
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}

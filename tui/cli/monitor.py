@@ -23,9 +23,8 @@ from evener.devices.registry import find_backend
 from evener.devices.types import DeviceSample, Reading, Snapshot, Source
 from evener.errors import RequestError
 
-from ..text.formatting import plain
+from ..text.formatting import csv_text, json_text, plain
 from ..text.parsing import parse_duration, parse_indices
-from ..text.tables import csv_text, json_text
 from ..view.cells import ASCII, UNICODE, Marks
 from ..view.plain import snapshot_document, snapshot_text
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ReplayOption, ThemeOption

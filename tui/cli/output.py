@@ -19,8 +19,7 @@ from typing import TextIO
 from evener.errors import EvenerError, PlanError, RequestError, as_request_error
 from evener.plan.file import load_plan
 
-from ..text.formatting import plain
-from ..text.tables import json_text
+from ..text.formatting import json_text, plain
 from ..view.cells import to_ascii
 
 

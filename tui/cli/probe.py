@@ -20,9 +20,8 @@ from evener.balancer.types import Finding, Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 
-from ..text.formatting import energy_cells, plain
+from ..text.formatting import Table, csv_text, energy_cells, json_text, plain
 from ..text.parsing import check_one_form, parse_duration
-from ..text.tables import Table, csv_text, json_text
 from .options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
 from .output import terminal_columns
 from .session_runner import stopped_by_signals

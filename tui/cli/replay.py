@@ -15,8 +15,7 @@ from evener.balancer.intake import read_job
 
 from ..runtime.sessions import read_run, recorded_events
 from ..text.formatting import plain
-from ..text.progress import Progress
-from ..text.summaries import summary_lines
+from ..text.summaries import Progress, summary_lines
 from .options import AsciiOption, ThemeOption
 from .output import draws_screens, terminal_columns
 

@@ -19,11 +19,9 @@ from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.errors import RequestError
 from evener.plan.file import Format, to_json, to_toml
 
-from ..text.formatting import folded, note_words, plain
+from ..text.formatting import align, folded, harmless_json, json_text, note_words, plain, toml_text
 from ..text.parsing import parse_duration, parse_words
-from ..text.progress import observation_words
-from ..text.summaries import summary_lines, training_report
-from ..text.tables import align, harmless_json, json_text, toml_text
+from ..text.summaries import observation_words, summary_lines, training_report
 from .options import JsonOption, RunName
 from .output import check_new, check_plan_file, check_replaceable, terminal_columns
 

@@ -20,9 +20,8 @@ from evener.balancer.types import Finding
 from evener.errors import NoLayoutError
 
 from ..signals import handled_signals
-from ..text.formatting import plain
-from ..text.progress import Progress
-from ..text.tables import json_text
+from ..text.formatting import json_text, plain
+from ..text.summaries import Progress
 from .output import ReaderGoneError, report_fault
 
 if TYPE_CHECKING:

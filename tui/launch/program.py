@@ -26,7 +26,7 @@ from evener.program.notes import ProgramSettings, RankNote
 from evener.system.files import runs_folder
 from evener.training.launched import PROGRAM, PROGRAM_COMMAND
 
-from ..text.tables import Table
+from ..text.formatting import Table
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 PLAN_FILE = "plan.toml"  # beside the journal of a program's training

@@ -21,7 +21,7 @@ from evener.errors import RequestError
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, PlanLayout
 
 from ..text.formatting import plain
-from ..text.progress import outcome_name
+from ..text.summaries import outcome_name
 
 THE_PLAN = "the plan"  # in the ranking
 

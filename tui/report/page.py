@@ -13,7 +13,7 @@ from evener.plan.file import Evidence, Throughput
 from evener.system.files import write_atomically
 
 from ..text.formatting import energy_cells, plain, unbroken
-from ..text.progress import layout_words, outcome_words
+from ..text.summaries import layout_words, outcome_words
 from .figures import (
     PICTURES,
     RunReport,

@@ -17,7 +17,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.errors import EvenerError
 
-from ..runtime.session_thread import SessionEnded, SessionReported, SessionThread
+from ..runtime.base_app import SessionEnded, SessionReported, SessionThread
 from ..runtime.sessions import RunReplay, read_run, recorded_events
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines

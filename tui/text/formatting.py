@@ -1,13 +1,20 @@
-"""Figures, times and sentences as people read them. Knows no screen."""
+"""Figures, sentences and tables as people and programs read them. Knows no screen."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from evener.balancer.number_format import efficiency
+from evener.plan.file import as_unicode
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
@@ -48,3 +55,108 @@ def energy_cells(samples_per_second: float, active_watts: float, idle_watts: flo
     if not watts:
         return "-", "-", "-"
     return efficiency(samples_per_second / watts), f"{active_watts:.0f}", f"{idle_watts:.0f}"
+
+
+Form = Literal["table", "csv", "markdown"]
+
+
+class Table(NamedTuple):
+    """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note` explains the headings."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    numbers_from: int
+    note: str = ""
+
+    def lines(self, form: Form = "table", width: int | None = None) -> list[str]:
+        """Title, rows and note, then an empty line; of a table without rows, what its title and note say.
+
+        With `width`, that of a terminal, the note is broken between words.
+        """
+        if len(self.rows) < 2:
+            return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
+        if form == "markdown":
+            title, rows = f"**{self.title}**", _pipe_rows(self.rows, self.numbers_from)
+            return [*((title, "") if self.title else ()), *rows, "", *((self.note, "") if self.note else ())]
+        notes = folded(self.note, width) if self.note else ()
+        return [*((f"{self.title}:",) if self.title else ()), *align(self.rows, self.numbers_from), *notes, ""]
+
+
+def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+    """Columns separated by two spaces, right-aligned from `numbers_from` on."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+    marks = ["---:" if column >= numbers_from else "---" for column in range(len(rows[0]))]
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (rows[0], marks, *rows[1:]))
+    return [f"| {' | '.join(row)} |" for row in escaped]
+
+
+def csv_text(records: Sequence[Mapping[str, Any]], headed: bool = True) -> str:
+    """CSV with a line of keys and one for each record; numbers as they are, lists joined by +, nothing for None.
+
+    A key that ends in `_interval` becomes two, `_low` and `_high`.
+    """
+    rows = [_flat(record) for record in records]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if headed and rows:
+        writer.writerow(rows[0])
+    writer.writerows(map(_cell, row.values()) for row in rows)
+    return text.getvalue()
+
+
+def _flat(record: Mapping[str, Any]) -> dict[str, object]:
+    row: dict[str, object] = {}
+    for key, value in record.items():
+        if key.endswith("_interval"):
+            row |= zip((f"{key[:-8]}low", f"{key[:-8]}high"), value or (None, None), strict=True)
+        else:
+            row[key] = value
+    return row
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return plain("+".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+
+
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def json_text(data: object) -> str:
+    """`data` as one line of JSON; undecodable bytes of file names become question marks."""
+    try:
+        text = msgspec.json.encode(data).decode()
+    except UnicodeEncodeError:
+        text = msgspec.json.encode(as_unicode(msgspec.to_builtins(data))).decode()
+    return harmless_json(text.encode())
+
+
+def harmless_json(document: bytes) -> str:
+    """A JSON document that is safe to print."""
+    return _harmless(document.decode(), lambda sign: json.dumps(sign)[1:-1])
+
+
+def toml_text(document: bytes) -> str:
+    """A TOML document that is safe to print; its strings are basic ones, which allow escapes."""
+    return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
+
+
+def _harmless(text: str, escape: Callable[[str], str]) -> str:
+    """The text with every non-ASCII control character escaped."""
+    if text.isascii() and "\x7f" not in text:
+        return text
+    return "".join(escape(sign) if sign > "\x7e" and unicodedata.category(sign) in _UNSAFE else sign for sign in text)

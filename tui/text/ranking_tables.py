@@ -20,9 +20,8 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
 from evener.workloads.profiling import Transfer
 
-from .formatting import energy_cells, plain
-from .progress import outcome_name, share_words
-from .tables import Table
+from .formatting import Table, energy_cells, plain
+from .summaries import outcome_name, share_words
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
 MOST_TRANSFERS = 8  # of each profile, the slowest first

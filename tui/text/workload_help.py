@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evener.workloads import registry
 
-from .tables import align
+from .formatting import align
 
 CONTRACT = """\
 Your own model: --workload train.py:build, or package.module:build. Each measuring process imports the file, calls

@@ -11,7 +11,7 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Timed
 from evener.shares.whole_rows import apportion
 
 from ..text.formatting import plain
-from ..text.progress import layout_words, left_words, outcome_words, share_words
+from ..text.summaries import layout_words, left_words, outcome_words, share_words
 from .cells import Line, Marks, Span, Tone, cut, device_tone, line, pad, span_cells, text_lines, wrap
 from .charts import bar
 

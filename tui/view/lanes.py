@@ -16,7 +16,7 @@ from evener.balancer.session_state import (
 from evener.devices.types import DeviceSample
 
 from ..text.formatting import plain
-from ..text.progress import share_words
+from ..text.summaries import share_words
 from .cells import Line, Marks, Span, Tone, cells, cut, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
 from .table import NO_CURSOR, Column, Grid, Position, table_lines

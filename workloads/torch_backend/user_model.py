@@ -157,8 +157,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 def _from_trainer(trainer: Any) -> Recipe:
-    from evener.huggingface.checks import needs_equal_passes
-    from evener.huggingface.rows import find_lengths, training_rows
+    from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
 
     optimizer = trainer.create_optimizer()
     most = trainer.args.max_grad_norm
