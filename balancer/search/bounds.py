@@ -19,10 +19,13 @@ from functools import cached_property
 from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Problem
+from .budget import Budget
 from .model.evidence import DeviceEvidence
 from .model.memory import BLIND_GROWTH, UNBOUNDED
 from .ranking import smallest_gain
 
+CLEAR_RISE = 0.05  # relative: time that rose by less says nothing of the slope (knee; stairs in 20 s)
+CLEAR_ERRORS = 4.0  # standard errors of a point that it rises by beside that (noisy_slow)
 LONGER = 1.25  # times the step of the largest batch that ran: allowed whatever the budget (huge_steps)
 
 
@@ -33,11 +36,11 @@ class Bounds:
         self,
         problem: Problem,
         devices: Sequence[DeviceEvidence],
-        longest_step_seconds: float | None,
+        budget: Budget,
         sync_seconds: Callable[[], float],
     ) -> None:
         self._problem, self._devices = problem, devices
-        self._longest_step, self._sync_seconds = longest_step_seconds, sync_seconds
+        self._budget, self._sync_seconds = budget, sync_seconds
         self._quantum = problem.multiple_of
 
     @cached_property
@@ -94,19 +97,30 @@ class Bounds:
         return max(quantum, min(limit, enough))
 
     def reachable(self, device: DeviceCurve) -> int:
-        """The largest batch that is near enough to what ran for the curve to be trusted; of a free one, that is useful.
-
-        Flat curves hide where time begins to rise (flat, then linear, in 20 s).
-        """
-        ran = self._devices[device.position].memory.ran
+        """The largest batch, of a free one that is useful, near enough to what ran for the curve to be trusted."""
+        ran, quantum = self._devices[device.position].memory.ran, self._quantum
         most = self.useful(device) if self._problem.global_batch is None else device.limit
-        return min(most, BLIND_GROWTH * ran // self._quantum * self._quantum) if ran else most
+        growth = min(BLIND_GROWTH, self.growth(device))
+        return min(most, max(int(growth * ran) // quantum, 1) * quantum) if ran else most
+
+    def growth(self, device: DeviceCurve) -> float:
+        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than there is time for.
+
+        Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
+        """
+        evidence, curve = self._devices[device.position], device.curve
+        first, last = (
+            curve.seconds(evidence.alone[0].batch if evidence.alone else 0),
+            curve.seconds(evidence.memory.ran),
+        )
+        rises = last > (1 + CLEAR_RISE + CLEAR_ERRORS * curve.error) * first
+        return math.inf if rises else self._budget.growth(last)
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
-        if self._longest_step is None:
+        if not self._budget.limits_steps:
             return device.limit
         ran = self._devices[device.position].memory.ran
-        longest = max(self._longest_step, LONGER * device.curve.seconds(ran))
+        longest = max(self._budget.longest_step(), LONGER * device.curve.seconds(ran))
         quick = device.curve.largest(longest, device.limit, self._quantum)
         return max(self._quantum, min(device.limit, max(ran, quick)))

@@ -95,16 +95,20 @@ class Budget:
         left = self._end("solo") - self.spent
         return seconds + after <= left and seconds <= (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left
 
-    def growth(self, step_seconds: float, after: float = 0.0) -> float:
+    def growth(self, step_seconds: float) -> float:
         """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
         if self.seconds is None or not step_seconds:
             return math.inf
-        left = self._end("solo") - self.spent - after
-        return max(1.0, (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left / (2 * step_seconds))
+        part = MOST_OF_LEFT if self._problem.devices == 1 or self._seen.in_stage("split") else BEFORE_A_SPLIT
+        return max(1.0, part * self._left_to_explore / (2 * step_seconds))
+
+    @cached_property
+    def _left_to_explore(self) -> float:
+        return max(0.0, self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
 
     def cheap(self, seconds: float) -> bool:
-        """True if these seconds are a small part of what is left."""
-        return self.seconds is None or seconds <= PRICE * (self.seconds - self.spent)
+        """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
+        return not self.race_is_over if self.seconds is None else seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
@@ -164,7 +168,7 @@ class Budget:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
-            left = MOST_OF_LEFT * (self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
+            left = MOST_OF_LEFT * self._left_to_explore
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
         return longest / (FEWEST_STEPS + self.tuning_steps)
 

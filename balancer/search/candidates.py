@@ -132,9 +132,9 @@ class Candidates:
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
         """Packing in each mode whose number of trainings is searched for."""
-        single = self.best_single
+        single = next((layout for layout in self.singles if not layout.in_passes), None)
         packs = any(family.traits.side_by_side for family in self.options.wanted)
-        if single is None or single.in_passes or not self.by_rows or not packs:
+        if single is None or not self.by_rows or not packs:
             return ()
         rate = self._devices.single_rate(single)
         modes = [mode for mode in self.options.pack_modes if mode != "logical"]

@@ -9,6 +9,7 @@ more pay the same. So a number that looks good gets tried and then measured.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from operator import gt
@@ -20,6 +21,7 @@ from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Problem, Timed, layout_of
 from .bounds import Bounds
+from .budget import Budget
 from .model.device_groups import group_devices
 from .model.evidence import lend_memory_lines
 from .model.hope import bend_is_open
@@ -78,15 +80,21 @@ def _mean_by_count(samples: Sequence[SyncSample]) -> list[SyncSample]:
     return means
 
 
+def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
+    """The largest share, from the best rows of a pass to a limit, that two passes don't train faster than one."""
+    shares = range(rows, max(rows, limit))
+    faster = bisect_left(shares, True, key=lambda share: curve.seconds(share) > step_in_passes(curve, share, 2, extra))
+    return shares[faster] if faster < len(shares) else max(rows, limit)
+
+
 class MachineModel:
     """A model of the machine by one set of observations; each value is computed when it is first asked for."""
 
-    def __init__(self, problem: Problem, seen: Observations, longest_step_seconds: float | None) -> None:
-        self.problem, self.seen = problem, seen
+    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
+        self.problem, self.seen, self._budget = problem, seen, budget
         self.quantum = problem.multiple_of
         self.hosts = problem.hosts or (0,) * problem.devices
         self.devices = lend_memory_lines([seen.device(i) for i in range(problem.devices)], problem.products)
-        self._longest_step = longest_step_seconds
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -101,7 +109,7 @@ class MachineModel:
     @cached_property
     def bounds(self) -> Bounds:
         """The most rows that each device may compute at once."""
-        return Bounds(self.problem, self.devices, self._longest_step, lambda: self.sync_seconds or 0.0)
+        return Bounds(self.problem, self.devices, self._budget, lambda: self.sync_seconds or 0.0)
 
     # ------------------------------------------------------------------ time
 
@@ -228,8 +236,7 @@ class MachineModel:
         wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.alone[position]
         if not rows or rows >= wall or curve is None:
             return wall
-        two = step_in_passes(curve, 2 * rows, 2, self.extra_seconds[position] or 0.0)
-        return max(rows, curve.largest(two, wall, self.quantum))
+        return most_in_one(curve, rows, wall, self.extra_seconds[position] or 0.0) // self.quantum * self.quantum
 
     @cached_property
     def extra_seconds(self) -> tuple[float | None, ...]:
@@ -271,10 +278,8 @@ class MachineModel:
         return all(layout.passes(i) == 1 or self.extra_seconds[i] is not None for i in layout.active)
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
-        """A layout of these shares, in passes where they don't fit at once, or in a split are faster so."""
-        alone = sum(map(bool, shares)) == 1
-        walls = self.bounds.walls if alone else self.walls
-        return self._divide(shares, walls, self.pass_rows, self.bounds.walls)
+        """A layout of these shares, in passes where they don't fit at once or are faster so."""
+        return self._divide(shares, self.walls, self.pass_rows, self.bounds.walls)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""

@@ -36,14 +36,15 @@ class Explored:
     @cached_property
     def predictions(self) -> Predictions:
         """The layouts that should be best if all rows cost the same."""
-        return Predictions(MachineModel(self._problem, self._seen, self._longest_step))
+        return Predictions(MachineModel(self._problem, self._seen, self._budget))
 
     @cached_property
     def devices(self) -> DeviceModel:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self._problem.lengths:
             return RowDevices(self.predictions)
-        return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, self._longest_step))
+        longest = self._budget.longest_step() if self._budget.limits_steps else None
+        return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, longest))
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -62,9 +63,8 @@ class Explored:
         return Sharding(problem, self._seen.sharded)
 
     @cached_property
-    def _longest_step(self) -> float | None:
-        budget = Budget(self._problem, self._options, self._seen)
-        return budget.longest_step() if budget.limits_steps else None
+    def _budget(self) -> Budget:
+        return Budget(self._problem, self._options, self._seen)
 
 
 class SearchReading:

@@ -11,7 +11,7 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts
 from ..objectives import Objective, find_objective
-from ..types import Layout, Probe, Timed, solo
+from ..types import Layout, Probe, Timed, layout_of, solo
 from .budget import Budget
 from .decisions import plan_curves
 from .device_model import DeviceModel
@@ -75,8 +75,12 @@ class RowDevices(DeviceModel):
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """The best single device at the fixed batch, else at its best measured one."""
-        return [self.best_single] if self.best_single else []
+        """The best single device at the fixed batch, in passes and at once where both fit, else at its best one."""
+        best = self.best_single
+        if best is None:
+            return []
+        at_once = layout_of(best.shares)
+        return [best] if best == at_once or not self._model.bounds.surely_hold(at_once) else [best, at_once]
 
     @cached_property
     def best_single(self) -> Layout | None:

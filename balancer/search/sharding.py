@@ -119,8 +119,7 @@ class Sharding:
         """The devices as if each held the model in what its part of the state leaves."""
         problem = self._reduced_problem
         budget = Budget(problem, BALANCE, self._replicas)
-        longest = budget.longest_step() if budget.limits_steps else None
-        return RowDevices(Predictions(MachineModel(problem, self._replicas, longest)))
+        return RowDevices(Predictions(MachineModel(problem, self._replicas, budget)))
 
     @cached_property
     def _reduced_problem(self) -> Problem:

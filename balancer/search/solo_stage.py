@@ -12,12 +12,13 @@ import math
 from functools import cached_property
 from itertools import pairwise
 
-from evener.shares.curves import Curve, PassCurve, step_in_passes
+from evener.shares.curves import Curve, PassCurve
 from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 from ..types import Probe, solo
 from .budget import Budget
-from .model.hope import bend_is_open, hopeful_curve
+from .machine_model import most_in_one
+from .model.hope import hopeful_curve
 from .model.memory import BLIND_GROWTH
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
@@ -30,7 +31,6 @@ STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kerne
 PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same (flat, then linear, in 20 s)
-CLEAR_RISE = 0.2  # relative: time that rose by less says nothing of the slope (knee; stairs in 20 s)
 HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
@@ -103,28 +103,34 @@ class SoloStage:
         gain = self._expected_gain(wanted)
         if not self._budget.pays(gain, longest):
             return self._cheap_round()
-        # The other devices work too, as in a split, where the round lasts no longer for it; for the even share, with
-        # which every plan is compared, it may last twice as long.
+        return self._round(self._with_the_others(batches))
+
+    def _with_the_others(self, wanted: dict[int, int]) -> dict[int, int]:
+        """The round in which the other devices work too, as in a split, where it lasts no longer for it.
+
+        For the even share, with which every plan is compared, it may last twice as long.
+        """
+        longest = max(self._seconds(i, batch) for i, batch in wanted.items())
+        batches = dict(wanted)
         for i in self._model.live:
             even = max(self._even_share(i), batches.get(i, 0))
             batch = even or self._widest_gap(i)
             if self._seconds(i, batch) <= (1 + bool(even)) * longest and self._is_new(i, batch):
                 batches[i] = batch
-        return self._round(batches)
+        return batches
 
     def _cheap_round(self) -> tuple[Probe, ...]:
         """The even share of a fixed batch that isn't known to fit, or the middle of a gap that may hide a peak."""
         wanted = {i: self._even_share(i) or self._gap_at_best(i) for i in self._model.live}
         wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
         costs = [self._seconds(i, batch) for i, batch in wanted.items()]
-        return self._round(wanted) if wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs)) else ()
+        cheap = wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs))
+        return self._round(self._with_the_others(wanted)) if cheap else ()
 
     def _gap_at_best(self, position: int) -> int:
         """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
         curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
-        if self._problem.global_batch is not None or curve is None:
-            return 0
-        if curve.simple and not bend_is_open(points, curve):
+        if curve is None or (self._problem.global_batch is not None and not self._model.pass_rows[position]):
             return 0
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - HIDDEN) * max(rates))
@@ -151,6 +157,11 @@ class SoloStage:
     def _hopes(self) -> tuple[Curve | None, ...]:
         """Each device's curve as fast as it may be."""
         return self._between(bends=True)
+
+    @cached_property
+    def _straight(self) -> tuple[Curve | None, ...]:
+        """Each device's curve straight from point to point, or as fitted where that explains them."""
+        return self._between(bends=False)
 
     def _between(self, bends: bool) -> tuple[Curve | None, ...]:
         """Curves through the points of indistinguishable devices, with the bends that are hoped for or straight."""
@@ -181,8 +192,7 @@ class SoloStage:
         if best is None:
             return device
         rows, extra = best.global_batch, self._model.extra_seconds[i] or 0.0
-        two = step_in_passes(curve, 2 * rows, 2, extra)
-        wall = max(rows, curve.largest(two, device.limit, self._quantum))
+        wall = most_in_one(curve, rows, device.limit, extra)
         if wall >= self._model.bounds.asked_in_passes:
             return device
         return DeviceCurve(i, PassCurve(curve, wall, rows, extra, wall), self._model.bounds.asked_in_passes)
@@ -192,14 +202,11 @@ class SoloStage:
 
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
-        device, curve = self._model.devices[position], self._model.alone[position]
-        ran, first = device.memory.ran, device.alone[0].batch if device.alone else 0
-        rises = curve is not None and curve.seconds(ran) > (1 + CLEAR_RISE) * curve.seconds(first)
-        most = min(self._farthest(position), self._model.bounds.alone(position), STRIDE * ran)
-        if rises or curve is None:
-            return most
-        growth = min(BLIND_GROWTH, self._budget.growth(curve.seconds(ran), self._after))
-        return min(most, max(int(growth * ran) // self._quantum, 1) * self._quantum)
+        ran, curve = self._model.devices[position].memory.ran, self._model.alone[position]
+        most = min(self._farthest(position), self._model.bounds.alone(position))
+        growth = self._model.bounds.growth(DeviceCurve(position, curve, most)) if curve else math.inf
+        stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
+        return min(most, max(int(stride * ran) // self._quantum, 1) * self._quantum)
 
     def _farthest(self, position: int) -> int:
         """The largest batch that any round may measure: by memory, by what it gains and by time."""
@@ -213,11 +220,10 @@ class SoloStage:
 
     def _expected_gain(self, wanted: Allocation) -> float:
         """How much faster the hoped layout is than the best of what is known; half of it comes true."""
-        straight = self._between(bends=False)
         ran = [
             DeviceCurve(i, curve, min(self._model.devices[i].memory.ran, self._far(i)))
             for i in self._model.live
-            if (curve := straight[i])
+            if (curve := self._straight[i])
         ]
         ran = [self._in_passes(one) for one in ran]
         known = self._fastest(ran)
@@ -226,11 +232,11 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
 
     def _shows_more(self, position: int, share: int) -> bool:
-        """Whether a share lies beyond what ran, or where the device may be faster than its curve."""
-        curve, hope, ran = self._model.alone[position], self._hopes[position], self._model.devices[position].memory.ran
-        if curve is None or hope is None or not self._is_new(position, share):
+        """Whether a share lies beyond what ran, or where the device may be faster than the points around it."""
+        known, hope, ran = self._straight[position], self._hopes[position], self._model.devices[position].memory.ran
+        if known is None or hope is None or not self._is_new(position, share):
             return False
-        return share > ran or hope.seconds(share) < (1 - HIDDEN) * curve.seconds(share)
+        return share > ran or hope.seconds(share) < (1 - HIDDEN) * known.seconds(share)
 
     def _is_new(self, position: int, batch: int) -> bool:
         points = self._model.solo_points(position)

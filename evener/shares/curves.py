@@ -140,6 +140,11 @@ class PassCurve(msgspec.Struct, frozen=True):
         """True if the curve of one pass is simple."""
         return self.curve.simple
 
+    @property
+    def error(self) -> float:
+        """Relative standard error of a typical point of one pass."""
+        return self.curve.error
+
     def passes(self, share: float) -> int:
         """The number of passes: one where the share fits at once, else as few as `rows` allows; one less if faster."""
         if share <= self.wall:

@@ -54,8 +54,8 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """The most hopeful bend in the gap before a point: (batch, seconds); None where none is worth a measurement."""
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
-    before = _slope(points[right - 2], one) if right > 1 else own
     after = _slope(other, points[right + 1]) if right + 1 < len(points) else 0.0
+    before = _slope(points[right - 2], one) if right > 1 else own if after < BENT * own else 0.0
     if own <= before or other.batch - one.batch < 2:
         return None
     width = (one.batch + other.batch) / 2 - one.batch

@@ -38,7 +38,7 @@ def model(
 def read(problem: Problem, seen: Observations) -> MachineModel:
     """As a search reads them."""
     budget = Budget(problem, BALANCE, seen)
-    return MachineModel(problem, seen, budget.longest_step() if budget.limits_steps else None)
+    return MachineModel(problem, seen, budget)
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:

@@ -46,7 +46,7 @@ def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_bei
         return [msgspec.structs.replace(one, elapsed_seconds=seconds) for one, seconds in found]
 
     search.run(measure)
-    assert [probe.layout.kind for probe in seen[-2:]] == ["solo", "split"]
+    assert "split" in {probe.layout.kind for probe in seen}
 
 
 def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:
