@@ -27,8 +27,6 @@ from .result.words import refuse
 from .store.locks import lock_devices
 from .types import Finding
 
-FEWEST_PARTS = 2
-
 
 class Lesson(msgspec.Struct, frozen=True):
     """The training of a child, and how long it takes."""
@@ -51,9 +49,7 @@ class Learned(msgspec.Struct, frozen=True):
 def learn(job: Job, seconds: float) -> Request:
     """The job's request with the noise scale that its first device measures; RequestError where it can't."""
     request, device = job.request, job.devices[0]
-    if job.simulated:
-        raise refuse(Finding("request.learn_simulated"))
-    if job.framework != "torch" or ":" not in job.workload:
+    if job.simulated or job.framework != "torch" or ":" not in job.workload:
         raise refuse(Finding("request.learn", {"workload": job.workload}))
     made = child_environment([device], "torch")
     name, precision = find_backend(device.kind).name_in("torch", 0), cast(Precision, request.precision)
@@ -73,13 +69,8 @@ def learn(job: Job, seconds: float) -> Request:
     return msgspec.structs.replace(request, noise_scale=found.scale, own_batch=found.batch)
 
 
-def count_parts(batch: int, pass_rows: int | None) -> int:
-    """Equal parts of a batch, at least two, of no more rows than a pass has in the script where that is known."""
-    return max(FEWEST_PARTS, math.ceil(batch / (pass_rows or batch)))
-
-
 def main(lesson: Lesson) -> Learned:
-    """Train in this process, and measure."""
+    """Train in this process, and measure: each batch in equal parts, none larger than a pass of the user's script."""
     from evener.torch_split.noise import PassNoise  # with PyTorch, which the parent does without
 
     if lesson.cores:
@@ -87,9 +78,9 @@ def main(lesson: Lesson) -> Learned:
     workload: Any = registry.build(lesson.workload, lesson.place, lesson.settings, "torch")  # PyTorch's alone
     own = workload.own_batch
     batch = lesson.batch or own
-    if batch is None or batch < FEWEST_PARTS:
+    if batch is None or batch < 2:
         return Learned(None)
-    parts = count_parts(batch, workload.recipe.pass_rows)
+    parts = max(2, math.ceil(batch / (workload.recipe.pass_rows or batch)))
     workload.prepare((batch // parts,))
     noise, end = PassNoise(every=1), time.monotonic() + lesson.seconds
     while time.monotonic() < end:

@@ -1,9 +1,10 @@
 """The noise scale beside the truth, which is known from the gradient of each row by itself, at weights that stay.
 
-    python -m benchmarks.noise_truth [ranks] [gpus] [passes] [draws] [--steps N] [--json FILE]
+    python -m benchmarks.noise_truth [ranks] [gpus] [passes] [windows] [draws] [--steps N] [--json FILE]
 
 `ranks`: real trainings over gloo, 1:1, 6:2, 5:2:1 and 820:568:64:8 rows, by the samples of every step; `gpus`: those of
-them that this machine has a GPU for each rank of; `passes`: of one process, by the passes of a step. `draws`: batches
+them that this machine has a GPU for each rank of; `passes`: of one process, by the passes of a step; `windows`: a long
+training of two ranks, on GPUs where there are two, cut into windows of 200 and of 1,500 steps. `draws`: batches
 drawn from the rows' own gradients; the part of windows whose 95 % interval holds the truth, and the standard deviation
 of one step's estimate of the noise, over the truth, beside those of AdaptDL (arXiv 2008.12260: the plain mean of the
 ranks' squared norms, as if their shares were equal) and of Cannikin (arXiv 2402.05302: each rank's own estimate, by
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evener.learning.noise_scale import BLOCK, NoiseWindow, separate
+from evener.learning.noise_scale import BLOCK, NoiseScale, NoiseWindow, Sample, separate
 from tests.support import torch_noise_programs as programs
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 
@@ -34,12 +36,73 @@ PASSES: dict[str, dict[str, Any]] = {
     "the same in a loop with backward()": {"shares": (32,), "accumulate": 2, "weigh": "loss"},
 }
 STEPS, DRAWS, WINDOWS = 1500, 4000, 400
+LONGER = 16  # times the steps, in `windows`
 
 
 def one_case(folder: Path, rank: int, shares: list[int], steps: int) -> None:
     """Train by these shares; run in each rank."""
     torch.set_num_threads(1)
     torch.save(programs.measure({"shares": tuple(shares)}, steps=steps), folder / f"{rank}.pt")
+
+
+class Recorder(NoiseWindow):
+    """Keeps all samples."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.samples: list[Sample] = []
+
+    def add(self, sample: Sample) -> None:
+        """Take a step's sample."""
+        self.samples.append(sample)
+
+
+def all_samples(folder: Path, rank: int, shares: list[int], steps: int) -> None:
+    """As `one_case`; the samples of all steps."""
+    torch.set_num_threads(1)
+    recorder = Recorder()
+    programs.measure({"shares": tuple(shares)}, steps=steps, window=recorder)
+    torch.save(recorder.samples, folder / f"{rank}.pt")
+
+
+def compare_windows(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """How many windows' intervals hold the truth in real trainings of two ranks."""
+    truth = programs.true_noise_scale(programs.network(), programs.data())
+    for number, shares in enumerate(SHARES[:2]):
+        own, words = folder / f"windows{number}", ("benchmarks.noise_truth.all_samples", list(shares), LONGER * steps)
+        if torch.cuda.device_count() > 1:
+            run_on_gpus(words[0], own, *words[1:])
+        else:
+            with RankServer("torch._dynamo") as server:
+                server.run(words[0], own, *words[1:], ranks=place_ranks(2))
+        samples = torch.load(own / "0.pt", weights_only=False)
+        for size in (200, steps):
+            windows = [judge_window(samples[at : at + size]) for at in range(0, len(samples) - size + 1, size)]
+            held = sum(each.low <= truth <= each.high for each in windows)
+            off = [each.rows / truth - 1 for each in windows]
+            row = {
+                "shares": shares,
+                "steps": size,
+                "windows": len(windows),
+                "held": held,
+                "mean_off": statistics.mean(off),
+            }
+            row |= {
+                "within_5_percent": sum(abs(each) <= 0.05 for each in off),
+                "whole": judge_window(samples).rows / truth - 1,
+            }
+            print(row, file=sys.stderr, flush=True)
+            yield row
+
+
+def judge_window(samples: Sequence[Sample]) -> NoiseScale:
+    """The noise scale by these steps."""
+    window = NoiseWindow(1)
+    for sample in samples:
+        window.add(sample)
+    scale = window.scale()
+    assert scale is not None
+    return scale
 
 
 def compare_ranks(folder: Path, steps: int) -> Iterator[dict[str, Any]]:
@@ -137,7 +200,7 @@ def cover(norms: torch.Tensor, wholes: torch.Tensor, shares: tuple[int, ...], tr
 def main() -> None:
     """Compare what is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", nargs="*", choices=("ranks", "gpus", "passes", "draws"))
+    parser.add_argument("what", nargs="*", choices=("ranks", "gpus", "passes", "windows", "draws"))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -146,6 +209,7 @@ def main() -> None:
         ways: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
             "draws": compare_draws,
             "passes": lambda: compare_passes(given.steps),
+            "windows": lambda: compare_windows(Path(folder), given.steps),
             "ranks": lambda: compare_ranks(Path(folder), given.steps),
             "gpus": lambda: compare_gpus(Path(folder), given.steps),
         }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from evener.learning.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
 
-from ..request import Job, Request
+from ..request import Job
 from ..types import Finding, Layout, Result, Said
 
 if TYPE_CHECKING:
@@ -17,41 +17,33 @@ if TYPE_CHECKING:
 
 SENTENCES = {
     "learning.unknown": "A larger batch needs more samples for the same loss; how many isn't known{measure:measure}",
-    "learning.worth": "At a noise scale of {scale:scale} rows, {samples} samples a step are worth {worth:worth} of as"
-    " many in small batches",
-    "learning.at_least": "At a noise scale of {scale:at_least} rows or more, {samples} samples a step are worth at"
-    " least {worth:least} of as many in small batches",
+    "learning.worth": "At a noise scale of {scale:scale}, {samples} samples a step are worth {worth:worth} of as many"
+    " in small batches",
     "learning.against": "{samples} samples: about {speed:x} the samples/s of {own}, and {extra:about_x} the samples for"
     " the same loss",
-    "learning.sooner": "{samples} samples a step should reach a loss in {time:x} the time",
     "rate.advice": "For the learning rate of {own} samples a step, try Adam's {root:times} (square root) or SGD's"
     " {linear:times} (linear, while the batch is below the noise scale)",
     "rate.gain": "For the learning rate of {own} samples a step, try Adam's {root:times} (square root) or SGD's"
     " {gain:times} (AdaScale)",
-    "request.learn": "--learn trains a PyTorch workload of yours on real devices, and {workload} isn't one.\n"
-    "Leave --learn out, or give --noise-scale.",
-    "request.learn_simulated": "Simulated devices train nothing, so --learn can't measure a noise scale on them.\n"
+    "request.learn": "--learn trains a PyTorch workload of yours on real devices, and {workload} here isn't one.\n"
     "Leave --learn out, or give --noise-scale.",
     "request.learn_batch": "--learn trains at your script's own batch, which isn't known.\nAdd --own-batch.",
     "request.learned": "{seconds:g} s were too short for a noise scale, which takes 48 steps.\nGive --learn more time.",
-    "request.no_noise_here": "No training here has measured a noise scale.\n"
-    "Train with evener run --noise, some 400 steps.",
-    "request.no_noise": "No noise scale was measured in {name!r}.\nTrain with evener run --noise, some 400 steps.",
+    "request.no_noise": "No noise scale was measured{name:in}.\nTrain with evener run --noise, some 400 steps.",
 }
 MEASURES = {"": "", "run": ": evener run --noise measures it", "learn": ": evener balance --learn 60s measures it"}
-SOONER = 0.95  # of the time: less is worth saying
 Point = tuple[int, float, float]  # global batch, samples/s, samples/s in small batches that learn as fast
 
 
 def find_learning(job: Job, chosen: Result, search: Search) -> Iterator[Finding]:
-    """Findings on a plan's batch: its samples' worth, whether another is sooner there, and its learning rate."""
+    """Findings on a plan's batch: its samples' worth, and its learning rate."""
     request, layout, scale = job.request, chosen.layout, job.request.noise_scale
+    own, batch = request.own_batch, layout.global_batch
     if not layout.traits.by_shares:
         return
     if request.global_batch is None:
         unknown = Finding("learning.unknown", {"measure": _find_measure(job, layout)})
-        yield from _find_worth(scale, request, chosen, search) if scale else (unknown,)
-    own, batch = request.own_batch, layout.global_batch
+        yield _find_worth(scale, own, chosen, search) if scale else unknown
     if own is not None and own != batch:
         gain = rate_gain(own, batch, scale.safe_rows) if scale else None
         values = {"samples": batch, "own": own, "root": (batch / own) ** 0.5, "linear": batch / own, "gain": gain}
@@ -68,25 +60,18 @@ def _find_measure(job: Job, layout: Layout) -> str:
 
 
 def find_frontier(said: Said) -> list[Point]:
-    """The frontier that a verdict's findings have; nothing where no noise scale was known."""
+    """Each measured batch that is faster than all smaller ones, and its worth; nothing without a noise scale."""
     return next((one.values["frontier"] for one in said.verdict if "frontier" in one.values), [])
 
 
-def list_frontier(results: Sequence[Result], noise_scale: float) -> list[Point]:
-    """Each measured batch that is faster than all smaller ones, with its samples/s and their worth."""
-    found: list[Point] = []
-    for one in sorted(results, key=lambda one: (one.layout.global_batch, -one.throughput.value)):
-        batch, rate = one.layout.global_batch, one.throughput.value
-        if one.layout.traits.by_shares and (not found or rate > found[-1][1]):
-            found.append((batch, rate, rate * worth(batch, noise_scale)))
-    return found
-
-
-def _find_worth(scale: NoiseScale, request: Request, chosen: Result, search: Search) -> Iterator[Finding]:
-    """What the chosen batch is worth, against the script's own where that is known, and which one would be best."""
-    batch, own = chosen.layout.global_batch, request.own_batch
+def _find_worth(scale: NoiseScale, own: int | None, chosen: Result, search: Search) -> Finding:
+    """What the chosen batch is worth, against the script's `own` where that is known; its values have the frontier."""
+    batch, frontier = chosen.layout.global_batch, list[Point]()
     results = [chosen if one.layout == chosen.layout else one for one in search.results()]  # one figure for a layout
-    frontier = list_frontier(results, scale.safe_rows)
+    for one in sorted(results, key=lambda one: (one.layout.global_batch, -one.throughput.value)):
+        size, rate = one.layout.global_batch, one.throughput.value
+        if one.layout.traits.by_shares and (not frontier or rate > frontier[-1][1]):
+            frontier.append((size, rate, rate * worth(size, scale.safe_rows)))
     values: dict[str, Any] = {
         "samples": batch,
         "scale": msgspec.to_builtins(scale),
@@ -94,24 +79,8 @@ def _find_worth(scale: NoiseScale, request: Request, chosen: Result, search: Sea
         "frontier": frontier,
     }
     speed = search.rate_of(own) if own else 0.0
-    if scale.high >= ENDLESS:
-        yield Finding("learning.at_least", values)
-    elif own and own != batch and speed:
-        ends = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
-        values |= {"own": own, "extra": [extra_rows(own, batch, scale.rows), *ends]}
-        yield Finding("learning.against", values | {"speed": chosen.throughput.value / speed})
-    else:
-        yield Finding("learning.worth", values)
-    yield from _find_best(scale, chosen, results)
-
-
-def _find_best(scale: NoiseScale, chosen: Result, results: Sequence[Result]) -> Iterator[Finding]:
-    """The measured batch that should be there sooner, where that is so over the noise scale's whole interval."""
-    low, best, high = (
-        max(list_frontier(results, rows), key=lambda point: point[2])
-        for rows in (scale.low, scale.safe_rows, scale.high)
-    )
-    if not low[0] <= chosen.layout.global_batch <= high[0]:
-        own = chosen.throughput.value * worth(chosen.layout.global_batch, scale.safe_rows)
-        if own < SOONER * best[2]:
-            yield Finding("learning.sooner", {"samples": best[0], "time": own / best[2]})
+    if scale.high >= ENDLESS or own is None or own == batch or not speed:
+        return Finding("learning.worth", values)
+    ends = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
+    values |= {"own": own, "extra": [extra_rows(own, batch, scale.rows), *ends]}
+    return Finding("learning.against", values | {"speed": chosen.throughput.value / speed})

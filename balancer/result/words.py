@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import string
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from evener.devices.terms import write_limit
 from evener.devices.types import Limit
 from evener.errors import EvenerError, RequestError
-from evener.learning.noise_scale import write_rows
+from evener.learning.noise_scale import NoiseScale, write_scale
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
 
 from ..families import FAMILIES, MODES
@@ -70,6 +70,13 @@ BETWEEN = {  # the parts of a text, by the first word of their code, or of the c
     "remedy": "",
 }
 
+
+def _span(write: Callable[[float], str], each: Sequence[float]) -> str:
+    """A figure with its lower and upper end in brackets, if they differ."""
+    middle, low, high = map(write, each)
+    return middle + f" ({low} - {high})" * (low != high)
+
+
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "rate": lambda speed: f"{rate(speed)} samples/s",
     "tokens": lambda speed: f"{rate(speed)} tokens/s",
@@ -77,7 +84,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "and": join_words,
     "or": lambda words: join_words(words, "or"),
     "percent": percent,
-    "least": lambda each: percent(each[1]),
     "tenths": lambda share: percent(abs(share), 1),
     "fine": lambda share: percent(share, 1),
     "gain": lambda share: percent(share, 0 if share >= 0.01 else 1),
@@ -131,14 +137,10 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "tie": lambda layouts: "ties" if len(layouts) == 1 else "tie",
     "x": lambda times: f"{factor(times)} x",
     "times": lambda times: f"x {factor(times)}",
-    "about_x": lambda each: (
-        f"about {factor(each[0])} x" + f" ({factor(each[1])} - {factor(each[2])})" * (each[1] != each[2])
-    ),
-    "worth": lambda each: (
-        f"about {percent(each[0])}" + f" ({percent(each[1])} - {percent(each[2])})" * (each[1] != each[2])
-    ),
-    "scale": lambda scale: write_rows(scale["rows"]),
-    "at_least": lambda scale: write_rows(scale["low"]),
+    "about_x": lambda each: f"about {_span(factor, each)} x",
+    "worth": lambda each: f"at least {percent(each[1])}" if each[2] > 1 - 1e-9 else f"about {_span(percent, each)}",
+    "scale": lambda scale: write_scale(NoiseScale(**scale)),
+    "in": lambda name: f" in {name!r}" if name else " here",
     "measure": lambda measure: learning.MEASURES[measure],
     "fit": lambda rows: f"{rows} sample{'s fit' if rows > 1 else ' fits'}",
     "steps": lambda steps: f"only {steps} step{'s' * (steps > 1)}" if steps else "less than one step",

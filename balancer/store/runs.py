@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -143,22 +143,13 @@ def load_training(run: str) -> TrainingRecord | None:
 
 def load_noise(name: str) -> NoiseEntry:
     """The last noise scale of a training, by its name, or of the last that has one; RequestError if there is none."""
-    if name != "last":
-        if (entry := _find_noise(find_any(name))) is None:
-            raise refuse(Finding("request.no_noise", {"name": name}))
-        return entry
-    for run in reversed(_list_ids()):
-        with suppress(RequestError):  # as of a training whose journal is broken
-            if (entry := _find_noise(run)) is not None:
-                return entry
-    raise refuse(Finding("request.no_noise_here"))
-
-
-def _find_noise(run: str) -> NoiseEntry | None:
-    """The last noise scale of a training; None of one without, and of a search. RequestError if it can't be read."""
-    training = load_training(run)
-    entries = reversed(training.entries) if training is not None else ()
-    return next((entry for entry in entries if isinstance(entry, NoiseEntry)), None)
+    for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
+        with suppress(RequestError) if name == "last" else nullcontext():  # as of a training whose journal is broken
+            training = load_training(run)
+            for entry in reversed(training.entries) if training is not None else ():
+                if isinstance(entry, NoiseEntry):
+                    return entry
+    raise refuse(Finding("request.no_noise", {"name": "" if name == "last" else name}))
 
 
 def _is_training(run: str) -> bool:

@@ -155,19 +155,16 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
     after = f"after {steps:,} steps"
     if found.rows == 0:
         return f"noise scale below {write_rows(found.high)} rows {after}: the ranks' gradients hardly differ"
-    if found.high == ENDLESS:
-        return f"noise scale at least {write_rows(found.low)} rows {after}; {batch:,} rows: {_worth(found.low, batch)}"
-    span = f"{write_rows(found.low)} - {write_rows(found.high)}"
-    return f"noise scale {write_rows(found.rows)} rows ({span}) {after}; {batch:,} rows: {_worth(found.rows, batch)}"
+    span = f" ({write_rows(found.low)} - {write_rows(found.high)})" * (found.high < ENDLESS)
+    part = f"{100 * worth(batch, found.safe_rows):.0f} % of the samples' worth"
+    return f"noise scale {write_scale(found)}{span} {after}; {batch:,} rows: {part}"
 
 
-def _worth(noise_scale: float, batch: int) -> str:
-    return f"{100 * worth(batch, noise_scale):.0f} % of the samples' worth"
+def write_scale(found: NoiseScale) -> str:
+    """3,900 rows, or at least 2,700 rows where the batch was too small to tell."""
+    return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:
     """Rows in two digits, as more aren't known: 3,900."""
-    if rows < 10:
-        return f"{rows:.1f}"
-    places = 1 - math.floor(math.log10(rows))
-    return f"{round(rows, places):,.0f}"
+    return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

@@ -70,8 +70,7 @@ class RankNoise(NoiseSampler):
         super().__init__(window, every)
         self._begun: list[tuple[int, ...]] = []  # rows of each rank in the batches since the last sum
         self._noted: list[Any] = []  # the batches themselves
-        self._summed, self._updates = False, 0  # a sum that no optimizer has applied yet
-        self._goes_on = False  # gradients are added to such a sum
+        self._updates, self._summed_at = 0, -1  # of the weights, by the last batch, and at the last sum
         self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
         self._sum: Any = None  # under way: the work, with what it sums
         self._sample: _Pending | None = None  # of a batch that may not be over
@@ -82,8 +81,7 @@ class RankNoise(NoiseSampler):
             self._pending.append(self._sample)
             self._sample = None
         self._begun.append(tuple(sizes))
-        self._goes_on = self._summed and updates == self._updates
-        self._summed, self._updates = self._goes_on, updates
+        self._updates = updates
 
     def note(self, batch: Any) -> None:
         """Note the batch that gradients are of; it has `sizes`."""
@@ -97,32 +95,30 @@ class RankNoise(NoiseSampler):
 
     def send(self, group: Any) -> None:
         """Sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent; n_i / N * g_i is what rank i has sent."""
-        if not self._is_sampled():
-            return
-        sizes = self._rows()
-        rows = sizes[dist.get_rank(group)]
-        own = _stack(self._own).square().sum(0, keepdim=True)
-        own = own * (sum(sizes) ** 2 / rows) if rows else torch.zeros_like(own)
-        note_own()
-        self._sum = dist.all_reduce(own, group=group, async_op=True), own
+        if self._is_sampled():
+            sizes = self._rows()
+            rows = sizes[dist.get_rank(group)]
+            own = _stack(self._own).square().sum(0, keepdim=True)
+            own = own * (sum(sizes) ** 2 / rows) if rows else torch.zeros_like(own)
+            note_own()
+            self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
         """Take the norm of the summed gradients, which `buckets` have."""
+        self._sample = None  # where this is another sum of the same batch: neither has its whole gradient
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
             whole = _stack([_norm(bucket.gradients) for bucket in buckets]).square().sum(0, keepdim=True)
             self._batch = sum(self._rows())
             self._sample = _Pending(self._rows(), torch.cat([weighted, whole.to(weighted.device)]))
-        else:
-            self._sample = None  # another sum of the same batch: neither has its whole gradient
         self._own, self._sum, self._begun, self._noted = [], None, [], []
-        self._summed = True
+        self._summed_at = self._updates
         self.steps += 1
 
     def _is_sampled(self) -> bool:
         """True if the step is looked at: it is its turn, and its batches have the same rows, on two ranks or more."""
-        if self.steps % self.every or self._goes_on:
+        if self.steps % self.every or self._updates == self._summed_at:  # gradients are added to those of a sum
             return False
         batches = self._batches()
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1

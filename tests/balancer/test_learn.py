@@ -12,11 +12,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evener.balancer.intake import take_in
-from evener.balancer.learn import count_parts, learn
+from evener.balancer.learn import learn
 from evener.balancer.request import Request
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.cli.main import run
@@ -35,14 +33,6 @@ def build(data=True):
     last = torch.utils.data.TensorDataset(inputs, targets) if data else (lambda rows: (inputs[:rows], targets[:rows]))
     return module, torch.optim.SGD(module.parameters(), 0.0), torch.nn.MSELoss(), last
 """
-
-
-@given(st.integers(2, 1 << 20), st.none() | st.integers(1, 1 << 20))
-def test_no_part_is_larger_than_a_pass_of_the_script(batch: int, pass_rows: int | None) -> None:
-    parts = count_parts(batch, pass_rows)
-    assert 2 <= parts <= batch
-    assert 1 <= batch // parts <= (pass_rows or batch)
-    assert pass_rows is None or parts == 2 or batch / (parts - 1) > pass_rows, "no more parts than it takes"
 
 
 ENDLESS = """
@@ -70,9 +60,9 @@ def test_a_child_trains_at_the_own_batch_and_measures(own_folder: Path, capfd: p
 
 
 def test_what_cannot_learn_is_refused_before_anything_starts() -> None:
-    with pytest.raises(RequestError, match="synthetic isn't one"):
+    with pytest.raises(RequestError, match="synthetic here isn't one"):
         learn(take_in(Request(devices="cpu/1", workload="synthetic", framework="none")), 3.0)
-    with pytest.raises(RequestError, match="Simulated devices train nothing"):
+    with pytest.raises(RequestError, match="isn't one"):
         learn(take_in(Request(devices="sim:gtx1080")), 3.0)
 
 

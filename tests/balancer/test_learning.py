@@ -43,17 +43,12 @@ def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     return search
 
 
-@pytest.mark.parametrize(("scale", "said"), [(60, True), (10**7, False)])
-def test_a_batch_far_above_the_noise_scale_is_said_to_be_slower(balance: Any, scale: int, said: bool) -> None:
+@pytest.mark.parametrize("scale", [60, 10**7])
+def test_a_batch_and_those_that_are_slower_have_their_worth(balance: Any, scale: int) -> None:
     codes, plan = balance("--noise-scale", str(scale))
     batch, values = plan["layout"]["global_batch"], codes["learning.worth"]
     assert values["worth"][0] == pytest.approx(worth(batch, scale))
     assert all(value == pytest.approx(rate * worth(size, scale)) for size, rate, value in values["frontier"])
-    assert ("learning.sooner" in codes) == said
-    if said:
-        best = max(values["frontier"], key=lambda point: point[2])
-        own = plan["throughput"]["samples_per_second"] * worth(batch, scale)
-        assert codes["learning.sooner"] == {"samples": best[0], "time": pytest.approx(own / best[2], rel=0.02)}
     assert runs.recover(journal.read(journal_path(find("last")))).verdict == plan["verdict"]
 
 
@@ -118,7 +113,7 @@ def test_a_training_tells_its_noise_scale_and_its_batch(balance: Any, capsys: py
     folder.joinpath(TRAINING_JOURNAL).write_bytes(lines[0])
     options = ["balance", "-d", "sim:machine.toml", "--noise-scale"]
     for wrong, why in (
-        ("last", "No training here has measured a noise scale."),
+        ("last", "No noise scale was measured here."),
         ("20260101-", "No noise scale was measured in '20260101-'."),
         *((rows, "a number of rows") for rows in ("-3", "0.5", "0", "1e30")),
     ):

@@ -77,14 +77,14 @@ def make_split(shares: tuple[int, ...], micros: tuple[int, ...] = (), **options:
         return Split(msgspec.structs.replace(plan, layout=layout), **options)
 
 
-def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS) -> Any:
+def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS, window: NoiseWindow | None = None) -> Any:
     """The noise scale at weights that stay."""
     case = dict(case)
     accumulate, changes = case.pop("accumulate", 1), case.pop("changes", False)
     split = make_split(**case, noise=True, rebalance=changes)
     noise = split._planned.noise
     assert noise is not None
-    noise.window, noise.every = NoiseWindow(1), every
+    noise.window, noise.every = window or NoiseWindow(1), every
     model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     if changes:

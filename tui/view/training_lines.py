@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
-from evener.learning.noise_scale import ENDLESS, NoiseScale, describe, write_rows
+from evener.learning.noise_scale import NoiseScale, describe, write_scale
 from evener.live.files import ShareChange
 
 from ..text.formatting import plain
@@ -287,8 +287,8 @@ def _power(values: Values) -> Graph:
 
 
 def _noise(noise: NoiseScale, values: Values) -> Graph:
-    top, least = nice_ceiling(_highest([values])), "at least " * (noise.high >= ENDLESS)
-    return Graph("noise scale", f"{least}{write_rows(noise.safe_rows)} rows", values, top, short(top), "accent")
+    top = nice_ceiling(_highest([values]))
+    return Graph("noise scale", write_scale(noise), values, top, short(top), "accent")
 
 
 def _whole(row: TrainingRow, values: Values) -> Graph:
