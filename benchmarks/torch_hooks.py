@@ -21,7 +21,7 @@ import torch.distributed as dist
 from evener.plan.file import Share
 from evener.torch_rows.loader import Epoch
 from evener.torch_split import planned as rebalancing
-from evener.torch_split.optimizers import OPTIMIZER_CHECK
+from evener.torch_split.checks import OPTIMIZER_CHECK
 from evener.torch_split.planned import PlannedTraining
 from evener.torch_split.ranks import RankShares
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from .errors import RequestError
-from .shares.whole_rows import bounds, even, gradient_weight
+from .shares.whole_rows import even, gradient_weight
 from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
-from .torch_rows.structure import cut_rows
-from .torch_split.batch import Part, weigh_by_count
+from .torch_split.batch import Part, make_parts, weigh_by_count
+from .torch_split.checks import check_memory
 from .torch_split.exchange import Exchange
-from .torch_split.optimizers import check_memory
 from .torch_split.planned import PlannedTraining
 from .torch_split.retry import Passes
 from .torch_split.wrapped import check_normalization
@@ -209,12 +208,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
         """The passes of this rank's share; a pass without rows gets one row that counts nothing."""
         rank = self._planned.rank
-        rows = max(1, sizes[rank])
-        parts = []
-        for start, stop in bounds(even(sizes[rank], self._passes)):
-            first, end = (start, stop) if start < stop else (0, 1)
-            piece = batch if self._passes == 1 else cut_rows(batch, first, end, rows)
-            parts.append(Part(piece, stop - start, (stop - start) / rows, lambda loss: loss))
+        parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
         if self._count is not None:
             weigh_by_count(parts, self._count_rows, sizes, rank, self._planned.add_up)
         for part in parts:

@@ -18,9 +18,9 @@ import torch
 from torchmetrics import Metric
 
 from .errors import RequestError
+from .torch_loss.measure import keep_attributes
 from .torch_split.batch import Part
 from .torch_split.checks import check_part_loss, check_rows
-from .torch_split.loss_measure import keep_attributes
 from .torch_split.own_work import StepTimer
 from .torch_split.weights import BatchWeights, WholeBatchLoss
 

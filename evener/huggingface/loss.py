@@ -17,10 +17,10 @@ import msgspec
 import torch
 
 from ..errors import RequestError
+from ..torch_loss.check import REMEDY, CheckBatch, LossCheck, find_together
+from ..torch_loss.measure import LossMeasure, keep_attributes
 from ..torch_split.batch import Part
-from ..torch_split.checks import REMEDY, CheckBatch, LossCheck, find_together
 from ..torch_split.exchange import Exchange
-from ..torch_split.loss_measure import LossMeasure, keep_attributes
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import RankShares
 from .gathering import Gathering, processes

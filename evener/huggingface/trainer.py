@@ -20,9 +20,9 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
+from ..torch_loss.check import make_check_batch
+from ..torch_loss.measure import kept_attributes
 from ..torch_rows.loader import StepLoader
-from ..torch_split.checks import make_check_batch
-from ..torch_split.loss_measure import kept_attributes
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import RankShares, find_shares, open_plan
 from ..torch_split.wrapped import check_normalization, has_own_work

@@ -19,11 +19,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
+from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import UnevenBatchSampler
 from ..torch_rows.structure import tensors_in
-from ..torch_split.guard import Steps
-from ..torch_split.loss_measure import kept_state
+from ..torch_split.batch import Steps
 from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
-from ..torch_split.guard import Guard, Steps
-from ..torch_split.loss_measure import kept_state
-from ..torch_split.optimizers import OPTIMIZER_CHECK
+from ..torch_loss.guard import Guard
+from ..torch_loss.measure import kept_state
+from ..torch_split.batch import Steps
+from ..torch_split.checks import OPTIMIZER_CHECK
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares, meet
 from . import views

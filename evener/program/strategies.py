@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from ..errors import RequestError
 from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
+from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
-from ..torch_split.loss_measure import kept_state
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import find_shares
 from .program import PROGRAM, taken_over

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from ..torch_split.guard import Guard
+from ..torch_loss.guard import Guard
 
 NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"

@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
-from ..torch_rows.loader import Epoch
+from ..torch_loss.check import REMEDY
+from ..torch_loss.guard import SINGLE, Guard
+from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import DealtBatch, cut_rows, tensors_in
+from .collectives import is_equal_everywhere
 
 
 class Part:
@@ -96,23 +100,17 @@ def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], p
     In as many `passes` as are given, with a first row that only keeps step where there are too few. RequestError for a
     batch that can't be cut.
     """
-    if passes > 1:
-        return [
-            Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
-            if start < stop
-            else Part(cut_rows(batch, 0, 1, max(1, rows)), 0, 0.0 if rows else 1.0, scale)
-            for start, stop in bounds(even(rows, passes))
-        ]
     if isinstance(batch, DealtBatch):
         pairs = zip(batch.passes, batch.rows, strict=True)
         return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in pairs]
-    sizes = split_passes(rows, micro)
+    sizes = even(rows, passes) if passes > 1 else split_passes(rows, micro)
     if len(sizes) <= 1:
         return [Part(batch, rows, 1.0, scale)]
-    return [
-        Part(cut_rows(batch, start, stop, rows), stop - start, (stop - start) / rows, scale)
-        for start, stop in bounds(sizes)
-    ]
+    parts = []
+    for start, stop in bounds(sizes):
+        piece = cut_rows(batch, start, stop, rows) if start < stop else cut_rows(batch, 0, 1, max(1, rows))
+        parts.append(Part(piece, stop - start, (stop - start) / rows if rows else 1.0, scale))
+    return parts
 
 
 def weigh_by_count(
@@ -291,3 +289,53 @@ def _address(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
         return id(tensor)
+
+
+class Steps(StepListener):
+    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
+
+    def __init__(self, training: Any, trains: bool) -> None:
+        self._training, self._trains = training, trains
+        self._guard: Guard | None = None
+
+    def compare(self, digest: int) -> None:
+        """RequestError if the ranks would take rows twice, or wait for each other forever."""
+        if dist.is_initialized() and not is_equal_everywhere(digest, self._training.device):
+            raise RequestError(
+                "The ranks drew different orders of rows from order=, or were given different lengths=.",
+                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
+            )
+
+    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
+        """Begin a batch that the loop gets."""
+        if self._trains:
+            self._training.timer.begin(sizes)
+        weights = self._training.weights
+        self._training.watch_optimizers()
+        weights.batches.take(origin, sizes, batch)
+        if self._trains and self._training.guards:
+            self._guard = Guard(weights.models, batch, self._refuse_together)
+
+    def _refuse_together(self, fault: str) -> None:
+        """RequestError on every rank where any has found a fault."""
+        self._training.guards = False
+        every = [fault] * self._training.world
+        dist.all_gather_object(every, fault)
+        looked = "" in every  # at rows enough, on some rank
+        if fault := next((each for each in every if each and not (looked and each == SINGLE)), ""):
+            raise RequestError(f"Shares would change what is learned: {fault.rstrip('.')}.", REMEDY)
+
+    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
+        """Report a batch that the loop is done with."""
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        if self._trains:
+            self._training.report(sizes[self._training.rank], tokens)
+            self._training.end()
+
+    def end(self, origin: Epoch) -> None:
+        """An epoch is over, or left."""
+        if self._trains:
+            self._training.timer.pause()
+        self._training.weights.batches.end(origin)

@@ -1,182 +1,34 @@
-"""The check of a training's loss before its first step: what it is a mean over."""
+"""Checks of a loop of one's own: what the loss of a part is a mean over, and an optimizer's gradients and memory.
+
+Before an optimizer's step gradients are those of the whole batch, and memory has room for it.
+
+LBFGS also goes by the loss that its closure returns: ranks get that of the whole batch, and so take the same steps.
+"""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-import msgspec
 import torch
-import torch.distributed as dist
+from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import RequestError
-from ..torch_rows.sampler import UnevenBatchSampler
+from ..errors import DeviceError, RequestError
+from ..torch_loss.check import CheckBatch, Count, LossCheck, find_together, make_check_batch
+from ..torch_loss.measure import LossMeasure
 from ..torch_rows.structure import cut_rows, each_tensor, tensors_in
-from ..training.loss_check import LossFigures, LossMeaning, describe, judge
+from ..training.loss_check import LossMeaning
+from ..training.retreat import say
 from .batch import Part
 from .collectives import refuse_meeting
-from .loss_measure import SEED, Compute, LossMeasure, kept_state, seed_all
+from .exchange import list_exchanges
+from .retry import describe_memory, drop_frames, free_memory, is_out_of_memory, runs_short
 from .weights import BatchWeights, WholeBatchLoss
-
-ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from
-REMEDY = "Change the loss to such a mean, or train on one device."
-
-Found = TypeVar("Found")
-Count = Callable[[Any], Mapping[str, float]]  # of a batch: what its loss may be a mean over, but for rows
-
-
-class CheckBatch(msgspec.Struct, frozen=True):
-    """A few rows as one batch and as two unequal parts, which are collated as they would be on two devices."""
-
-    whole: Any
-    parts: tuple[Any, ...]
-    rows: tuple[int, ...]
-    cut: tuple[Any, ...] | None = None  # the parts as cut from the whole, padded as it is
-
-
-def make_check_batch(
-    dataset: Any, sampler: UnevenBatchSampler, collate: Callable[[list[Any]], Any]
-) -> CheckBatch | None:
-    """Rows that differ in length and class, as far as the data's do; None for fewer than two rows."""
-
-    def collated(items: Sequence[Any], seed: int = SEED) -> Any:
-        seed_all(seed)
-        return collate(list(items))
-
-    with kept_state():
-        chosen = _choose_rows(dataset, sampler.sample_rows(ROWS, CANDIDATES - ROWS), collated)
-        if len(chosen) < 2:
-            return None
-        first = max(1, len(chosen) * 3 // 8)
-        whole, rows = collated(chosen), (first, len(chosen) - first)
-        cut = _cut(whole, first, len(chosen))
-        if cut is not None and not _same(whole, collated(chosen, SEED + 1)):
-            return CheckBatch(whole, cut, rows)  # a collator that masks at random makes other parts than it cuts
-        return CheckBatch(whole, (collated(chosen[:first]), collated(chosen[first:])), rows, cut)
-
-
-def _choose_rows(dataset: Any, order: Sequence[int], collated: Callable[[Sequence[Any]], Any]) -> list[Any]:
-    """The first rows of the order, or rows from all of it if those are alike; sorted by classes and lengths."""
-    items = [dataset[row] for row in order[:ROWS]]
-    signs = _list_signs(items, collated)
-    if any(len(set(values)) < 2 for values in zip(*signs, strict=False)):
-        items += [dataset[row] for row in order[ROWS:]]
-        signs = _list_signs(items, collated)
-    ranked = sorted(range(len(items)), key=lambda place: (signs[place], place)) if signs else range(len(items))
-    count = min(ROWS, len(items))
-    return [items[ranked[place * len(items) // count]] for place in range(count)]
-
-
-def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """The parts of a collated batch; None for one that has no row for each sample."""
-    try:
-        return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
-    except RequestError:
-        return None
-
-
-def _list_signs(items: Sequence[Any], collated: Callable[[Sequence[Any]], Any]) -> list[tuple[int, ...]]:
-    """The classes and lengths of each row; empty if rows can't be collated one by one."""
-    try:
-        return [tuple(map(_sign, tensors_in(collated([item])))) for item in items]
-    except Exception:  # a collator of pairs, say
-        return []
-
-
-def _sign(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
-        return int(tensor)
-    return int((tensor != -100).sum())
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = list(zip(tensors_in(one), tensors_in(other), strict=False))
-    return all(mine.shape == its.shape and bool((mine == its).all()) for mine, its in pairs)
-
-
-class LossCheck:
-    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows."""
-
-    def __init__(self, measure: LossMeasure, batch: CheckBatch, count: Count) -> None:
-        self.measure, self.batch, self._count = measure, batch, count
-
-    def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
-        """The meaning of the loss of `function`; RequestError if it is no mean, or none over what is `wanted`."""
-
-        def fits(figures: LossFigures) -> bool:
-            return bool(set(judge(figures).mean_over) & set(wanted or figures.counts))
-
-        figures = self.figures(function)
-        if not fits(figures) and self._is_random(function, figures):
-            figures = self.figures(function, training=False)
-        if not fits(figures):
-            self._refuse(function, figures, fits)
-        if self.measure.changed:
-            warnings.warn(
-                f"Each training pass changes the model's buffer {min(self.measure.changed)}: with shares every device"
-                " changes its own, once for each of its passes.",
-                stacklevel=2,
-            )
-        return judge(figures)
-
-    def figures(self, function: Compute, training: bool = True, parts: tuple[Any, ...] | None = None) -> LossFigures:
-        """The losses of the rows; ArithmeticError where its rows have none."""
-        chosen = self.batch.parts if parts is None else parts
-        with self.measure.open(training):
-            whole, *losses = [self.measure.compute(function, each) for each in (self.batch.whole, *chosen)]
-        if not math.isfinite(whole):
-            raise ArithmeticError(f"the loss of {sum(self.batch.rows)} rows is {whole}")
-        counted = [self._count(part) for part in chosen]
-        counts = {name: tuple(each[name] for each in counted) for name in counted[0]}
-        return LossFigures(whole, tuple(losses), {"rows": self.batch.rows, **counts}, self.measure.rounding)
-
-    def _is_random(self, function: Compute, figures: LossFigures) -> bool:
-        """True if random numbers explain figures that don't fit: not PyTorch's own, or as many as padding makes."""
-        with self.measure.open():
-            other = self.measure.compute(function, self.batch.whole, SEED + 1)
-        if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
-            return True
-        cut = self.batch.cut if self.measure.draws else None
-        return cut is not None and bool(judge(self.figures(function, parts=cut)).mean_over)
-
-    def _refuse(self, function: Compute, figures: LossFigures, fits: Callable[[LossFigures], bool]) -> NoReturn:
-        cut = self.batch.cut
-        if cut is not None and fits(self.figures(function, parts=cut)):
-            raise RequestError(
-                f"The loss of the same {sum(self.batch.rows)} rows changes with their padding, and shares pad their"
-                " rows to other lengths.",
-                "Pad all rows to one length, and give the model their attention mask.",
-            )
-        raise RequestError(describe(figures), REMEDY)
-
-
-def find_together(find: Callable[[], Found | None], strict: bool = False) -> Found | None:
-    """The result of `find` on the first rank where it isn't None; every rank calls this.
-
-    RequestError on every rank if it raises one on any. Any other error is the user's code's, or out of memory: a
-    warning says that the loss wasn't checked, and the training says the rest; with `strict` it is raised.
-    """
-    found: tuple[Any, str, str] = (None, "", "")
-    try:
-        found = (find(), "", "")
-    except RequestError as error:
-        found = (None, error.message, error.remedy)
-    except Exception as error:
-        if strict:
-            raise
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        warnings.warn(f"The loss wasn't checked before the first step: {reason}.", stacklevel=4)
-    every: list[Any] = [found]
-    if dist.is_available() and dist.is_initialized():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found)
-    for _, message, remedy in every:
-        if message:
-            raise RequestError(message, remedy)
-    return next((each for each, _, _ in every if each is not None), None)
 
 
 def check_part_loss(
@@ -244,3 +96,147 @@ def _to_part(batch: Any, device: torch.device) -> Part:
 
 def _counts(count: Callable[[Part], Any] | None, device: torch.device) -> Count:
     return lambda batch: {} if count is None else {_COUNTED: float(count(_to_part(batch, device)))}
+
+
+class OptimizerCheck:
+    """Looks at each optimizer of the process before its first step, and again when it has other parameters.
+
+    `trainer` gives the BatchWeights of the batch that is trained on.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Callable[[], Any] = lambda: None
+        self.steps_schedules = True  # once for a batch, where accelerate steps them once for each process
+        self._watched: set[type] = set()
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if runs_short():
+            spare_memory(optimizer)
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+        if closure is None:  # else its backward passes follow
+            check_summed(optimizer)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        trainer = self.trainer()
+        known, by_loss = self._counts.get(optimizer) == count, isinstance(optimizer, LBFGS)
+        if (known and not by_loss) or trainer is None or not trainer.batches.is_training():
+            return None
+        if closure is None:
+            return self._look(optimizer, count, trainer)
+
+        def checked() -> Any:
+            loss = closure()
+            if not known:
+                self._look(optimizer, count, trainer)
+            return trainer.average(loss, optimizer.param_groups[0]["params"][0].device) if by_loss else loss
+
+        if len(arguments) > 1:
+            return (arguments[0], checked, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": checked}
+
+    def _look(self, optimizer: Any, count: int, trainer: Any) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
+        if trained:
+            trainer.check_trained(trained)
+            check_memory(optimizer, trained)
+            self._counts[optimizer] = count
+            self._watch_schedules()
+
+    def _watch_schedules(self) -> None:
+        """accelerate steps a schedule once for each process, as if each had a whole batch: here once for a batch."""
+        kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
+        if kind is None or kind in self._watched or not self.steps_schedules:
+            return
+        self._watched.add(kind)
+        step = kind.step
+
+        def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
+            if any(getattr(each, "optimizer", each) in self._counts for each in schedule.optimizers):
+                schedule.split_batches = True  # accelerate's word for a batch that all processes share
+            step(schedule, *arguments, **keywords)
+
+        kind.step = step_once
+
+
+OPTIMIZER_CHECK = OptimizerCheck()
+
+
+_STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}  # as large as a parameter
+
+
+def check_memory(optimizer: Any, trained: list[Any]) -> None:
+    """DeviceError if memory has no room for the optimizer's state: its first step would end with some weights moved."""
+    if optimizer.state:
+        return
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    tensors = _STATE_TENSORS.get(type(optimizer).__name__, 0) or int(momentum)
+    if not _memory_holds(trained, tensors):
+        size = tensors * sum(each.numel() * each.element_size() for each in trained) / 2**30
+        raise DeviceError(
+            f"There is no room for the {size:.1f} GiB of {type(optimizer).__name__}'s state, which its first step"
+            f" makes: {describe_memory(trained[0].device)}. No weight was changed.",
+            "Take smaller passes (evener balance --micro), or an optimizer with less state.",
+        )
+    spare_memory(optimizer, tensors)
+
+
+def spare_memory(optimizer: Any, tensors: int = 0) -> None:
+    """Have a step update one parameter after the other where temporaries of all at once find no room.
+
+    `tensors` as large as the parameters are made by the step too. A step that ran out of memory would leave some moved.
+    """
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.grad is not None]
+        at_once = group.get("foreach", False)
+        if at_once is None:  # as PyTorch decides
+            at_once = all(each.is_cuda for each in trained)
+        if trained and at_once and not group.get("fused") and not _memory_holds(trained, tensors + 1):
+            group["foreach"] = False
+            say(f"evener: memory is short, so {type(optimizer).__name__} updates one parameter after the other.")
+
+
+def _memory_holds(parameters: list[Any], tensors: int) -> bool:
+    """True if memory has room for as many tensors as large as each parameter."""
+    for last in (False, True):
+        held: list[torch.Tensor] = []
+        try:
+            held += (torch.empty_like(each) for each in parameters for _ in range(tensors))
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+        finally:
+            del held
+        if not last:
+            free_memory(parameters[0].device)
+    return False
+
+
+_applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()  # sums at the last step
+
+
+def check_summed(optimizer: Any) -> None:
+    """RequestError if a step would apply gradients of this rank's rows alone."""
+    exchanges = list_exchanges()
+    before = _applied.get(optimizer)
+    _applied[optimizer] = {id(each): each.sums for each in exchanges}
+    if not any(each.waits for each in exchanges):
+        return
+    applied = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    exchanges = [each for each in exchanges if each.has_any(applied)]
+    if any(each.unsummed for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients that weren't summed over the ranks: their backward pass was"
+            " under no_sync, or isn't the batch's last.",
+            "Leave the last backward pass before each optimizer step out of no_sync, also at the end of an epoch.",
+        )
+    new = before is None or any(each.sums > before.get(id(each), 0) for each in exchanges)
+    if not new and any(each.waits for each in exchanges):
+        raise RequestError(
+            "The optimizer is about to apply gradients of a wrapped model that weren't summed over the ranks: they came"
+            " by torch.autograd.grad or torch.func, or from a loss that isn't computed from what the model returns.",
+            "Call backward() on a loss of what the model returns, and return auxiliary losses with it.",
+        )

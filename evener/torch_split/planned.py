@@ -27,10 +27,9 @@ from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import Part, make_parts, weigh_by_count
-from .checks import check_part_loss, check_rows
+from .checks import OPTIMIZER_CHECK, check_part_loss, check_rows
 from .collectives import add_up, end_when_stuck, explain_at_exit
 from .noise import make_noise, refuse_noise
-from .optimizers import OPTIMIZER_CHECK
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
 from .retry import Passes, advice

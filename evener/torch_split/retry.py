@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError, RequestError
+from ..torch_loss.measure import RandomState
 from ..torch_rows.structure import each_tensor
 from ..training.retreat import PassLimit, Retreat
 from .batch import Part
 from .collectives import count_foreign
 from .exchange import Exchange
-from .loss_measure import RandomState
 
 _SIGNS = (  # of errors of other types that mean the same
     "CUBLAS_STATUS_ALLOC_FAILED",

@@ -26,9 +26,8 @@ from ..shares.whole_rows import count_passes, shares_to_evaluate
 from ..torch_rows.loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
 from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.loss_check import LossMeaning
-from .batch import Part
+from .batch import Part, Steps
 from .collectives import gather_rows
-from .guard import Steps
 from .planned import PlannedTraining, raise_no_shares
 from .ranks import find_shares, leave_group
 from .wrapped import Exchanged

@@ -15,7 +15,7 @@ import torch
 from evener.errors import DeviceError
 from evener.torch_rows.structure import each_tensor
 from evener.torch_split import Split, retry
-from evener.torch_split.optimizers import check_memory
+from evener.torch_split.checks import check_memory
 from evener.torch_split.retry import is_out_of_memory
 from evener.training import retreat
 from tests.support import torch_meeting_programs as meetings

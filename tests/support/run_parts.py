@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-import evener.torch_split.guard
+import evener.torch_loss.guard
 import evener.torch_split.planned  # noqa: F401 - once, before ranks are forked: what evener.program hooks with
 from evener.training import launched
 

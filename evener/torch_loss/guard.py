@@ -12,16 +12,12 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..errors import RequestError
-from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import cut_rows, tensors_in
-from .checks import REMEDY, CheckBatch, LossCheck
-from .collectives import is_equal_everywhere
-from .loss_measure import LossMeasure, RandomState, kept_state
-from .planned import PlannedTraining
+from .check import CheckBatch, LossCheck
+from .measure import LossMeasure, RandomState, kept_state
 
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
@@ -289,53 +285,3 @@ def _tensors(data: Any) -> list[torch.Tensor]:
     if hasattr(data, "__dataclass_fields__"):
         data = {name: getattr(data, name) for name in data.__dataclass_fields__}
     return [each for each in _leaves(data) if isinstance(each, torch.Tensor)]
-
-
-class Steps(StepListener):
-    """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
-
-    def __init__(self, training: PlannedTraining, trains: bool) -> None:
-        self._training, self._trains = training, trains
-        self._guard: Guard | None = None
-
-    def compare(self, digest: int) -> None:
-        """RequestError if the ranks would take rows twice, or wait for each other forever."""
-        if dist.is_initialized() and not is_equal_everywhere(digest, self._training.device):
-            raise RequestError(
-                "The ranks drew different orders of rows from order=, or were given different lengths=.",
-                "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
-            )
-
-    def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a batch that the loop gets."""
-        if self._trains:
-            self._training.timer.begin(sizes)
-        weights = self._training.weights
-        self._training.watch_optimizers()
-        weights.batches.take(origin, sizes, batch)
-        if self._trains and self._training.guards:
-            self._guard = Guard(weights.models, batch, self._refuse_together)
-
-    def _refuse_together(self, fault: str) -> None:
-        """RequestError on every rank where any has found a fault."""
-        self._training.guards = False
-        every = [fault] * self._training.world
-        dist.all_gather_object(every, fault)
-        looked = "" in every  # at rows enough, on some rank
-        if fault := next((each for each in every if each and not (looked and each == SINGLE)), ""):
-            raise RequestError(f"Shares would change what is learned: {fault.rstrip('.')}.", REMEDY)
-
-    def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report a batch that the loop is done with."""
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
-        if self._trains:
-            self._training.report(sizes[self._training.rank], tokens)
-            self._training.end()
-
-    def end(self, origin: Epoch) -> None:
-        """An epoch is over, or left."""
-        if self._trains:
-            self._training.timer.pause()
-        self._training.weights.batches.end(origin)
