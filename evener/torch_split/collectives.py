@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Thread, current_thread, main_thread
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -76,14 +76,7 @@ def _count() -> int:
     return total
 
 
-class Meeting(Protocol):
-    """A timer that leaves exchanges out of a rank's own work."""
-
-    def meeting(self) -> AbstractContextManager[None]:
-        """A context in which ranks wait for each other."""
-
-
-def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Meeting) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any) -> torch.Tensor:
     """(n_i, ...) of every rank as (N, ...), in the batch's order; `sizes` are the n_i, and a rank with 0 gives any row.
 
     The gradient of each rank's own rows is that of the ranks' losses weighted by their rows, so it is exact if every
@@ -101,7 +94,7 @@ def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bo
     return gathered
 
 
-def add_up(value: Any, device: torch.device, world: int, timer: Meeting) -> torch.Tensor:
+def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """The sum of a figure over the ranks: in float64, or in int64 for whole numbers in a tensor with dimensions."""
     figure = torch.as_tensor(value).detach()
     whole = figure.ndim and not figure.is_floating_point()
@@ -112,7 +105,7 @@ def add_up(value: Any, device: torch.device, world: int, timer: Meeting) -> torc
     return figure
 
 
-def average(value: Any, sizes: Sequence[int], device: Any, timer: Meeting) -> Any:
+def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """A figure of each rank's rows as that of all; one that is equal everywhere stays, to its last digit."""
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
@@ -144,7 +137,7 @@ def _check_same(rows: torch.Tensor) -> None:
 class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool, timer: Meeting
+        ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], rank: int, by_loss: bool, timer: Any
     ) -> torch.Tensor:
         ctx.sizes, ctx.rank, ctx.shape, ctx.timer = sizes, rank, rows.shape, timer
         ctx.weight = 1.0 if by_loss else gradient_weight(sizes, rank)

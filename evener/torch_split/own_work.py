@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,24 +36,8 @@ BETWEEN: Doing = "between steps"
 INPUT: Doing = "input"
 
 
-class Clock(Protocol):
-    """Marks points of time whose distance is known once they are past."""
-
-    def mark(self) -> Any:
-        """A mark at the present point of time."""
-
-    def is_past(self, mark: Any) -> bool:
-        """True if a mark's distance from earlier ones is known."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """The seconds between two marks that are past."""
-
-    def reuse(self, marks: Sequence[Any]) -> None:
-        """Take back marks that nobody asks for any more."""
-
-
 class HostClock:
-    """The clock of a CPU, which computes at once."""
+    """The clock of a CPU, which computes at once: marks points of time whose distance is known once they are past."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -131,7 +115,7 @@ class StepTimer:
     A step without gradients, such as one of two batches that are taken together, isn't counted.
     """
 
-    def __init__(self, clock: Clock, alone: bool) -> None:
+    def __init__(self, clock: HostClock | GpuClock, alone: bool) -> None:
         self.has_own_work = True  # False where ranks wait for each other within a pass
         self._clock = clock
         self._alone = alone
@@ -160,6 +144,8 @@ class StepTimer:
 
     def note_gradients(self) -> None:
         """Note that the last gradient is ready; with several passes, called for each."""
+        if not (self.has_own_work or self._alone):
+            return
         self._computed = True
         marks = self._marks
         if marks and marks[-1][0] == SUM:

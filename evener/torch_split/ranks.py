@@ -298,15 +298,35 @@ def find_shares(
     """
     if plan is not None and ratios is not None:
         raise RequestError("Both a plan and ratios are given.", "Give one of them; the plan has its own ratios.")
-    stand, gpus = find_stand(), visible_gpus()
+    stand, gpus, machine = find_stand(), visible_gpus(), socket.gethostname()
     try:
         chosen = None if ratios is not None else open_plan(plan)
     except EvenerError as fault:  # no rank then waits for one that can't read its plan
-        gather_infos(RankInfo(machine=socket.gethostname(), host="", fault=fault.message), stand)
+        gather_infos(RankInfo(machine, "", fault=fault.message), stand)
         raise
+    on_gpu = [name for name, i in gpus.items() if device is not None and (device.type, device.index) == ("cuda", i)]
     if chosen is None:
-        return _share_by_ratios(ratios, global_batch, stand, gpus, options, device)
-    return _share_by_plan(chosen, global_batch, stand, gpus, strict, options, device)
+        divided = divide_by_ratios(ratios, global_batch, stand.world)
+        own = RankInfo(machine, "", plan=zlib.crc32(msgspec.json.encode(divided)))
+    else:
+        fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
+        fits(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
+        host, named = (
+            find_host(share.host for share in chosen.layout.active),
+            on_gpu[0] if on_gpu else launched_device(),
+        )
+        digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
+        own = RankInfo(machine, host, named, tuple(gpus), stand.local_rank, digest)
+    ranks = gather_infos(msgspec.structs.replace(own, options=dict(options), training=secrets.token_hex(8)), stand)
+    check_agreement(ranks)
+    if chosen is not None:
+        seen = _seen(chosen.layout.active, ranks)
+        differences = fits(devices=seen, world=None, strict=strict, framework="torch")
+        return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
+    device = device or choose_device(None, stand, gpus)
+    shares, passes = (_unplanned_share(device, gpus),) * stand.world, (1,) * stand.world
+    script, training = os.path.basename(sys.argv[0]), ranks[0].training
+    return RankShares(stand.rank, divided, divided, passes, shares, script, training, device=device)
 
 
 def _share_by_plan(
@@ -314,18 +334,12 @@ def _share_by_plan(
     global_batch: int | None,
     stand: Stand,
     gpus: dict[str, int],
-    strict: bool,
-    options: Mapping[str, bool | str],
+    differences: Sequence[str],
+    ranks: Sequence[RankInfo],
     device: Any,
 ) -> RankShares:
     """The shares of all ranks, each found by its host and its device."""
     active = plan.layout.active
-    check = partial(check_fit, plan, workload_digest=None, global_batch=global_batch)
-    check(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
-    own = _describe_rank(plan, global_batch, stand, gpus, device)
-    ranks = gather_infos(msgspec.structs.replace(own, options=dict(options)), stand)
-    check_agreement(ranks)
-    differences = check(devices=_seen(active, ranks), world=None, strict=strict, framework="torch")
     order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=4)
@@ -333,29 +347,13 @@ def _share_by_plan(
     if held and stand.rank == 0:  # one process says it for all
         warnings.warn(f"The plan was measured with {held}; a training has no such limit.", stacklevel=4)
     computing = [i for i, share in enumerate(plan.layout.share) if share.batch]
-    places = [computing[place] for place in order]
-    batches, micros = (
-        tuple(sizes[place] for place in places) for sizes in (plan.shares(global_batch), plan.micros(global_batch))
-    )
+    rows, most = plan.shares(global_batch), plan.micros(global_batch)
+    batches, micros = (tuple(sizes[computing[place]] for place in order) for sizes in (rows, most))
     passes = tuple(map(count_passes, batches, micros))
     promised = plan.throughput.samples_per_second if global_batch in (None, plan.layout.global_batch) else 0.0
     shares = tuple(active[place] for place in order)
-    own_device = device or choose_device(shares[stand.rank], stand, gpus)
-    training = ranks[0].training
-    return RankShares(stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own_device)
-
-
-def _describe_rank(plan: Plan, global_batch: int | None, stand: Stand, gpus: dict[str, int], device: Any) -> RankInfo:
-    on_gpu = [] if device is None or device.type != "cuda" else [name for name, i in gpus.items() if i == device.index]
-    return RankInfo(
-        machine=socket.gethostname(),
-        host=find_host(share.host for share in plan.layout.active),
-        device=on_gpu[0] if on_gpu else launched_device(),
-        visible=tuple(gpus),
-        local_rank=stand.local_rank,
-        plan=zlib.crc32(msgspec.json.encode((plan.layout, global_batch))),
-        training=secrets.token_hex(8),
-    )
+    own, training = device or choose_device(shares[stand.rank], stand, gpus), ranks[0].training
+    return RankShares(stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own)
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
@@ -363,31 +361,6 @@ def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...]
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)
-
-
-def _share_by_ratios(
-    ratios: Sequence[float] | None,
-    global_batch: int | None,
-    stand: Stand,
-    gpus: dict[str, int],
-    options: Mapping[str, bool | str],
-    device: Any,
-) -> RankShares:
-    """The shares by the ratios, or as even as can be; RequestError if there isn't one for each process."""
-    batches = divide_by_ratios(ratios, global_batch, stand.world)
-    own = RankInfo(
-        machine=socket.gethostname(),
-        host="",
-        plan=zlib.crc32(msgspec.json.encode(batches)),
-        training=secrets.token_hex(8),
-        options=dict(options),
-    )
-    ranks = gather_infos(own, stand)
-    check_agreement(ranks)
-    device = device or choose_device(None, stand, gpus)
-    shares = (_unplanned_share(device, gpus),) * stand.world
-    script, passes = os.path.basename(sys.argv[0]), (1,) * stand.world
-    return RankShares(stand.rank, batches, batches, passes, shares, script, ranks[0].training, device=device)
 
 
 def _unplanned_share(device: Any, gpus: dict[str, int]) -> Share:

@@ -81,8 +81,6 @@ class BatchWeights:
             model = found = wrap_module(model, device, dict(options))
         elif getattr(found, "exchange", None) is None:
             take_over(found, self.by_loss)
-        if self.weigh == "loss":
-            model_checks.check_first_gradient(model, self._check_scaled)
         self._listen(model, getattr(found, "exchange", None))
         self.follow(model, device)
         return model
@@ -119,7 +117,7 @@ class BatchWeights:
         self._sample(exchange)
         model_checks.watch_frozen(model)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
-        exchange.ready, exchange.done = self._note_ready, self._note_sum
+        exchange.ready, exchange.done = self.timer.note_gradients, self.timer.note_backward
         if self.by_loss:
             exchange.weigh(1.0 / self.shares.world)
         self._exchanges.add(exchange)
@@ -160,6 +158,8 @@ class BatchWeights:
         exchange.number = batch.origin.batches[-1].number % NUMBERS  # of the newest, which doesn't depend on addresses
         if exchange.noise is not None:
             exchange.noise.note(batch)
+        if self.weigh == "loss" and self._scaled_pass != torch._C._current_graph_task_id():
+            raise _scale_forgotten()
         if self.by_loss:
             return
         if before is not batch and before is not None and not before.mixes_with(batch):
@@ -169,14 +169,6 @@ class BatchWeights:
                 " rebalance=True.",
             )
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
-
-    def _note_ready(self) -> None:
-        if self.timer.has_own_work:
-            self.timer.note_gradients()
-
-    def _note_sum(self) -> None:
-        if self.timer.has_own_work:
-            self.timer.note_backward()
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a batch of which the ranks have these rows."""
@@ -334,10 +326,6 @@ class BatchWeights:
 
     def _note_scaled(self, gradient: Any) -> None:
         self._scaled_pass = torch._C._current_graph_task_id()
-
-    def _check_scaled(self) -> None:
-        if self._scaled_pass != torch._C._current_graph_task_id():
-            raise _scale_forgotten()
 
 
 def _check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:

@@ -327,16 +327,3 @@ def _refuse_unfrozen(_: Any) -> None:
         "A layer that was frozen when split.wrap was called is trained, but its gradients aren't exchanged.",
         "Unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
     )
-
-
-def check_first_gradient(model: Any, check: Callable[[], None]) -> None:
-    """Call `check` in the model's first backward pass, and never again."""
-    handles: list[Any] = []
-
-    def hook(_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()
-        check()
-
-    handles += [parameter.register_hook(hook) for parameter in model.parameters() if parameter.requires_grad]
