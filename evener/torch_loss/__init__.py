@@ -1,1 +1,1 @@
-"""What a PyTorch training's loss is a mean over, found by computing it for a few rows before the first step."""
+"""The check of a PyTorch training's loss: what it is a mean over, by computing a few rows before the first step."""

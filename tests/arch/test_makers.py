@@ -16,6 +16,7 @@ OWN = ("devices/nvidia/", "devices/registry.py")
 FRAMEWORKS = (
     "evener/torch_rows/",
     "evener/torch_shards/",
+    "evener/torch_loss/",
     "evener/torch_split/",
     "evener/keras_split/",
     "evener/ray.py",
