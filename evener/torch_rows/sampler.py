@@ -17,7 +17,6 @@ import torch
 from ..errors import RequestError
 from ..shares.whole_rows import apportion, bounds, check_rank_shares
 from ..training.dealing import Deal, Dealer
-from ..training.rebalance import ShareSchedule
 from .structure import DealtBatch
 
 Order = Iterable[int] | Callable[[int], Sequence[int]]
@@ -95,6 +94,25 @@ def mix_seed(seed: int, epoch: int) -> int:
 
 LOOPS = 4  # that may run over one sampler at the same time and change shares
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
+
+
+class ShareSchedule:
+    """The shares that a loop began with at row `position` of its epoch, and those that it changed to."""
+
+    def __init__(self, shares: tuple[int, ...], position: int) -> None:
+        self.begun = position  # the row after the loop's newest batch
+        self._changes = [(position, shares)]
+
+    def at(self, first: int) -> tuple[int, ...]:
+        """The shares of the batch that begins with the epoch's row `first`."""
+        for start, shares in reversed(self._changes):
+            if first >= start:
+                return shares
+        return self._changes[0][1]
+
+    def change(self, rows: int, shares: tuple[int, ...]) -> None:
+        """Take these shares from the batch on that begins `rows` rows after the end of the newest one."""
+        self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:

@@ -115,9 +115,9 @@ class StepTimer:
     A step without gradients, such as one of two batches that are taken together, isn't counted.
     """
 
-    def __init__(self, clock: HostClock | GpuClock, alone: bool) -> None:
+    def __init__(self, clock: Any, alone: bool) -> None:
         self.has_own_work = True  # False where ranks wait for each other within a pass
-        self._clock = clock
+        self._clock = clock  # a HostClock or a GpuClock
         self._alone = alone
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch

@@ -37,25 +37,6 @@ LEAST_ROWS = 0.1  # of own work: what rows take of it, whatever passes cost
 NEAR = 0.9  # of a share: its slope is taken from there
 
 
-class ShareSchedule:
-    """The shares that a loop began with at row `position` of its epoch, and those that it changed to."""
-
-    def __init__(self, shares: tuple[int, ...], position: int) -> None:
-        self.begun = position  # the row after the loop's newest batch
-        self._changes = [(position, shares)]
-
-    def at(self, first: int) -> tuple[int, ...]:
-        """The shares of the batch that begins with the epoch's row `first`."""
-        for start, shares in reversed(self._changes):
-            if first >= start:
-                return shares
-        return self._changes[0][1]
-
-    def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Take these shares from the batch on that begins `rows` rows after the end of the newest one."""
-        self._changes.append((self.begun + rows, shares))
-
-
 class Change(msgspec.Struct, frozen=True):
     """New shares for all ranks."""
 
