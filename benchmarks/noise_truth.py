@@ -45,22 +45,10 @@ def one_case(folder: Path, rank: int, shares: list[int], steps: int) -> None:
     torch.save(programs.measure({"shares": tuple(shares)}, steps=steps), folder / f"{rank}.pt")
 
 
-class Recorder(NoiseWindow):
-    """Keeps all samples."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.samples: list[Sample] = []
-
-    def add(self, sample: Sample) -> None:
-        """Take a step's sample."""
-        self.samples.append(sample)
-
-
 def all_samples(folder: Path, rank: int, shares: list[int], steps: int) -> None:
     """As `one_case`; the samples of all steps."""
     torch.set_num_threads(1)
-    recorder = Recorder()
+    recorder = programs.Recorder()
     programs.measure({"shares": tuple(shares)}, steps=steps, window=recorder)
     torch.save(recorder.samples, folder / f"{rank}.pt")
 
