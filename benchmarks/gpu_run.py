@@ -4,7 +4,8 @@ Three programs of benchmarks/run_jobs, as they are, on two devices: equal (overh
 (gain without a plan). Each is also trained by the shares that both devices' own work at even shares asks for, which is
 what a plan of `evener balance` has. Times are those of optimizer steps; own launcher and evener run take turns
 (`--turns`), and ratios are those of neighbours. Cases run in the order of their value; what doesn't begin within
-`--seconds` is left out.
+`--seconds` is left out. With `--kind cpu`, ranks have half of this process's cores each, by either launcher, and one
+thread, or `--threads`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_bench import mps_daemon
+from evener.system.cores import slice_cores
 
 HERE = Path(__file__).parent
 SIZES = {
     "gpu": {"WIDTH": "768", "LAYERS": "8", "LENGTH": "128", "ROWS": "32", "COUNT": "105"},
-    "cpu": {"WIDTH": "128", "LAYERS": "2", "LENGTH": "64", "ROWS": "8", "COUNT": "120"},
+    "cpu": {"WIDTH": "128", "LAYERS": "2", "LENGTH": "64", "ROWS": "16", "COUNT": "100"},
 }
 PLAN = '[[layout.share]]\ndevice = "{}"\nbatch = {}\n[[layout.share]]\ndevice = "{}"\nbatch = {}\n'
 CASES = "loop:60,loop:100,trainer:60,accelerated:60"
@@ -44,15 +46,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=190.0)
     parser.add_argument("--cases", default=CASES, help="programs, and the percentage of the second device")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--plans", type=int, default=99, help="turns with a run by a plan; else its last one counts")
     parser.add_argument("--count", default="", help="steps of a program")
     parser.add_argument("--length", default="", help="tokens of a row")
+    parser.add_argument("--width", default="", help="of the model")
+    parser.add_argument("--threads", default="1", help="of a rank")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     with bench.limits() as variables:
-        for case in options.cases.split(","):
-            name, percent = case.split(":")
-            bench.measure(name, percent, variables)
+        for turn in range(options.turns):
+            for case in options.cases.split(","):
+                bench.measure(*case.split(":"), turn, variables)
+        bench.summarize()
 
 
 class Bench:
@@ -61,30 +67,44 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._ends = options, time.monotonic() + options.seconds
         self._found: list[dict[str, Any]] = []
-        cores = len(os.sched_getaffinity(0))  # of which each rank has one, as it has one thread
-        self._devices = "gpu:0,gpu:1" if options.kind == "gpu" else f"cpu/{cores}:0,cpu/{cores}:1"
+        self._pairs: list[dict[str, Any]] = []
+        self._plans: dict[tuple[str, str], dict[str, Any]] = {}  # the newest run by a plan
+        self._devices, self._cores = "gpu:0,gpu:1", ""  # of ranks that the program's own launcher starts
+        if options.kind == "cpu":
+            allowed = os.sched_getaffinity(0)
+            self._devices = "cpu/2"
+            self._cores = ";".join(",".join(map(str, slice_cores(f"cpu-{i}-of-2", allowed))) for i in range(2))
 
     def limits(self) -> contextlib.AbstractContextManager[dict[str, str]]:
         """What holds a GPU to a percentage."""
         return contextlib.nullcontext({}) if self._options.kind == "cpu" else mps_daemon(self._options.out / "mps")
 
-    def measure(self, name: str, percent: str, variables: dict[str, str]) -> None:
-        """A program by its own launcher, by evener run, and by the shares that its even steps ask for, in turns."""
-        given = {"COUNT": self._options.count, "LENGTH": self._options.length}
+    def measure(self, name: str, percent: str, turn: int, variables: dict[str, str]) -> None:
+        """A program by its own launcher, by evener run, and by the shares that its even steps ask for."""
+        given = {"COUNT": self._options.count, "LENGTH": self._options.length, "WIDTH": self._options.width}
         sizes = {key: value for key, value in given.items() if value}
         slowed = {**variables, **sizes, "SLOWED": f"{percent} {self._options.kind}"}
-        for turn in range(self._options.turns):
-            own = self._run(name, percent, f"own{turn}", slowed)
-            ours = self._run(name, percent, f"run{turn}", slowed)
-            words = self._plan(ours.get("said", ""))
-            plan = self._run(name, percent, f"plan{turn}", slowed, words) if percent != "100" and words else {}
-            if own.get("last_ms") and ours.get("last_ms"):
-                line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
-                line["cpu"] = ours["cpu_ms"] / own["cpu_ms"] - 1
-                if plan.get("last_ms"):
-                    line["of_plan"] = plan["last_ms"] / ours["last_ms"]
-                    line["steps_to_95"] = _steps_to(ours["steps_ms"], plan["last_ms"] / 0.95)
-                self._keep(line)
+        own = self._run(name, percent, f"own{turn}", {**slowed, "CORES": self._cores})
+        ours = self._run(name, percent, f"run{turn}", slowed)
+        words = self._plan(ours.get("said", "")) if turn < self._options.plans and percent != "100" else ""
+        plan = self._run(name, percent, f"plan{turn}", slowed, words) if words else self._plans.get((name, percent), {})
+        self._plans[name, percent] = plan
+        if own.get("last_ms") and ours.get("last_ms"):
+            line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
+            line["cpu"] = ours["cpu_ms"] / own["cpu_ms"] - 1
+            if plan.get("last_ms"):
+                line["of_plan"] = plan["last_ms"] / ours["last_ms"]
+                line["steps_to_95"] = _steps_to(ours["steps_ms"], plan["last_ms"] / 0.95)
+            self._pairs.append(line)
+            self._keep(line)
+
+    def summarize(self) -> None:
+        """Print the median of each case's pairs."""
+        for case in dict.fromkeys((each["program"], each["percent"]) for each in self._pairs):
+            pairs = [each for each in self._pairs if (each["program"], each["percent"]) == case]
+            names = [name for name in ("gain", "of_plan", "steps_to_95", "cpu") if name in pairs[0]]
+            found = {name: [round(each[name], 4) for each in pairs if name in each] for name in names}
+            print(*case, {name: (round(statistics.median(each), 4), each) for name, each in found.items()}, flush=True)
 
     def _plan(self, said: str) -> str:
         """A plan by own work at even shares, from evener's table."""
@@ -123,7 +143,8 @@ class Bench:
     def _start(self, words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
         paths = (str(HERE / "slowed"), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
         places = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDG_STATE_HOME": str(folder / "state")}
-        own = {"STEPS": str(folder / "steps"), "FOLDER": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        own = {"STEPS": str(folder / "steps"), "FOLDER": str(folder), "HF_HUB_OFFLINE": "1"}
+        own["OMP_NUM_THREADS"] = self._options.threads
         environment = {**os.environ, **SIZES[self._options.kind], **places, **own, **variables}
         log = folder / "log.txt"
         with log.open("w") as output:

@@ -7,7 +7,8 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WIDTH, LAYERS, LENGTH, ROWS, STEPS = (
-    int(os.environ.get(name, "0")) for name in ("WIDTH", "LAYERS", "LENGTH", "ROWS", "COUNT")
+    int(os.environ.get(name, default))
+    for name, default in (("WIDTH", 256), ("LAYERS", 4), ("LENGTH", 64), ("ROWS", 16), ("COUNT", 100))
 )
 
 

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 rows = [{"input_ids": row, "labels": row} for row in make_rows()]
 arguments = TrainingArguments(
-    os.environ["FOLDER"],
+    os.environ.get("FOLDER", "trained"),
     per_device_train_batch_size=ROWS,
     max_steps=STEPS,
     use_cpu=not torch.cuda.is_available(),
@@ -17,4 +17,5 @@ arguments = TrainingArguments(
     logging_steps=50,
     disable_tqdm=True,
 )
-Trainer(model=make_model(), args=arguments, train_dataset=rows).train()
+trainer = Trainer(model=make_model(), args=arguments, train_dataset=rows)
+trainer.train()

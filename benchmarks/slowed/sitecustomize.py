@@ -1,7 +1,8 @@
 """Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes each step's end.
 
 SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it on a CPU for the rest
-of each 25 ms. STEPS is the file in which the first rank leaves the times of its optimizer's steps, and its processor's.
+of each 25 ms. CORES are those of each rank, where its launcher chooses none. STEPS is the file in which the first rank
+leaves the times of its optimizer's steps, and its processor's.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def _note(_: Any) -> None:
 
 
 if "LOCAL_RANK" in os.environ:
+    if cores := os.environ.get("CORES"):
+        os.sched_setaffinity(0, map(int, cores.split(";")[int(os.environ["LOCAL_RANK"])].split(",")))
     percent, kind = os.environ.get("SLOWED", "100 cpu").split()
     if os.environ["RANK"] == "0":
         register_post_import_hook(_note, "torch")
