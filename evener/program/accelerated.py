@@ -1,27 +1,17 @@
-"""Loaders of accelerate and timm, which hand batches on one later than they fetch them, and accelerate's gathering."""
+"""Figures that accelerate gathers of ranks with different numbers of rows, and its loader of one rank for all."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..torch_rows.structure import each_tensor
-from .loops import Loop
 from .program import PROGRAM
 
 DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
-
-
-def begin_shard(wrapped: Any, loader: Any, *_: Any) -> Any:
-    """Take part in each loop over accelerate's loader in which the program trains."""
-    return Loop(loader.base_dataloader, wrapped, loader) if PROGRAM.trains() else wrapped()
-
-
-def begin_prefetcher(wrapped: Any, loader: Any, *_: Any) -> Any:
-    """Take part in each loop over timm's loader in which the program trains."""
-    return Loop(loader.loader, wrapped, loader) if PROGRAM.trains() else wrapped()
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
@@ -37,7 +27,7 @@ def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     sizes = PROGRAM.sizes
     if len(set(sizes)) < 2:
         return wrapped(*arguments, **keywords)
-    own, most = sizes[PROGRAM.rank], max(sizes)
+    own, most = sizes[dist.get_rank()], max(sizes)
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim or len(tensor) != max(1, own):

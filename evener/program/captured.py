@@ -26,15 +26,18 @@ def build() -> Any:
     """The program's transformers.Trainer, which hasn't trained; RequestError where it ends without one."""
     from transformers import Trainer
 
-    words = json.loads(os.environ[PROGRAM_COMMAND])
+    ended = "ended"
     try:
         with mock.patch.object(Trainer, "train", _find):
-            _run(words)
+            _run(json.loads(os.environ[PROGRAM_COMMAND]))
     except _Found as found:
         return found.trainer
     except SystemExit as end:
-        raise _no_trainer(f"ended with exit code {end.code}") from None
-    raise _no_trainer("ended")
+        ended = f"ended with exit code {end.code}"
+    raise RequestError(
+        f"The program {ended} without training by a transformers.Trainer, so there is nothing to measure.",
+        "Give it a function build() that returns its model and data, or leave --balance out.",
+    )
 
 
 def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
@@ -48,10 +51,3 @@ def _run(words: Sequence[str]) -> None:
     place = os.getcwd() if module else str(Path(target).absolute().parent)
     with mock.patch.object(sys, "argv", [target, *arguments]), mock.patch.object(sys, "path", [place, *sys.path]):
         (runpy.run_module if module else runpy.run_path)(target, run_name="__main__")
-
-
-def _no_trainer(ended: str) -> RequestError:
-    return RequestError(
-        f"The program {ended} without training by a transformers.Trainer, so there is nothing to measure.",
-        "Give it a function build() that returns its model and data, or leave --balance out.",
-    )

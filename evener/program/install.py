@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from ..training.launched import PROGRAM, launched_device
@@ -16,18 +17,21 @@ _EXCHANGES = (
 _FIT_LOOP = (("_FitLoop.run", "strategies:run"), ("_FitLoop.on_advance_start", "strategies:begin_epoch"))
 _HOOKS = {  # module of the program's -> functions of it, and of a file of ours that are called in their place
     "torch": (
-        ("nn.parallel.DistributedDataParallel.__init__", "loops:make_model"),
+        ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
         ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
-        ("nn.utils.clip_grad_norm_", "loops:clip"),
-        ("nn.utils.clip_grad_value_", "loops:clip"),
-        *((f"distributed.{name}", "loops:exchange") for name in _EXCHANGES),
+        ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
+        ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
+        *((f"distributed.{name}", "program:PROGRAM.exchange_figures") for name in _EXCHANGES),
     ),
     "accelerate.data_loader": (
-        ("DataLoaderShard.__iter__", "accelerated:begin_shard"),
+        ("DataLoaderShard.__iter__", "loops:begin_outer"),
         ("DataLoaderDispatcher.__iter__", "accelerated:begin_dispatcher"),
     ),
-    "accelerate.accelerator": (("Accelerator.gather", "accelerated:gather"), ("Accelerator.reduce", "loops:exchange")),
-    "timm.data.loader": (("PrefetchLoader.__iter__", "accelerated:begin_prefetcher"),),
+    "accelerate.accelerator": (
+        ("Accelerator.gather", "accelerated:gather"),
+        ("Accelerator.reduce", "program:PROGRAM.exchange_figures"),
+    ),
+    "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),
     "accelerate.commands.launch": (("launch_command", "launchers:refuse_accelerate"),),
     "torch.distributed.launcher.api": (("launch_agent", "launchers:refuse_torchrun"),),
     "transformers.trainer": (("Trainer.train", "trainers:train"),),
@@ -63,7 +67,8 @@ class _First:
 def _register() -> None:
     from wrapt import register_post_import_hook
 
-    for module in _HOOKS:
+    alone = os.environ.get("WORLD_SIZE") == "1"  # without shares: only a Trainer can then survive out-of-memory
+    for module in ["transformers.trainer"] if alone else _HOOKS:
         register_post_import_hook(_wrap, module)
 
 
@@ -73,12 +78,13 @@ def _wrap(module: Any) -> None:
     for name, target in _HOOKS[module.__name__]:
         wrap_function_wrapper(module, name, _later(target))
     if module.__name__ == "torch":
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        register_optimizer_step_post_hook(_later("loops:update"))
+        register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
+        register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
 
 
 def _later(target: str) -> Any:
     """The function `name:function` of this package, which is imported when it is first called."""
     name, _, function = target.partition(":")
-    return lambda *given: getattr(import_module(f"evener.program.{name}"), function)(*given)
+    return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)

@@ -8,57 +8,36 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any
-from zlib import crc32
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
+from ..errors import RequestError
 from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import Epoch
-from ..torch_rows.sampler import UnevenBatchSampler
+from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
 from ..torch_rows.structure import tensors_in
-from ..torch_split.batch import Steps
 from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's
 
-_LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose figures are known
-
-
-def make_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-    """Know each DistributedDataParallel."""
-    wrapped(*arguments, **keywords)
-    PROGRAM.models[model] = None
-
-
-def clip(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Note that gradients are clipped."""
-    PROGRAM.note_clipping()
-    return wrapped(*arguments, **keywords)
-
-
-def exchange(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Note that the program exchanges figures itself."""
-    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:  # behind what called this
-        PROGRAM.note_exchange()
-    return wrapped(*arguments, **keywords)
-
-
-def update(optimizer: Any, *_: Any) -> None:
-    """Note that an optimizer has stepped."""
-    PROGRAM.note_update(optimizer)
-
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Take part in each loop over a DataLoader in which the program trains."""
-    opened = isinstance(loader.batch_sampler, SharedBatches) and loader.batch_sampler.opens  # by a loop around this one
+    opened = getattr(loader.batch_sampler, "opens", False)  # by a loop around this one
     return wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
+
+
+def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
+    """Take part in each loop over a loader of accelerate or timm in which the program trains."""
+    inner = getattr(outer, "base_dataloader", None) or outer.loader
+    return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
 
 
 class Loop:
@@ -72,12 +51,11 @@ class Loop:
         workers = loader.num_workers
         self.ahead = (workers * (loader.prefetch_factor or 2) if workers else 0) + (outer is not None)
         self.sampler: UnevenBatchSampler | None = None
-        self.steps: Steps | None = None  # once the program trains by shares
-        self.origin = Epoch()
+        self.origin: Epoch | None = None  # once it trains by shares
         self.batch: Any = None
+        self.sizes: tuple[int, ...] = ()  # rows of each rank in it, as far as they weigh the ranks
         self.compared = False  # the order of its rows
         self._step = getattr(outer, "skip_batches", 0) - 1
-        self._begins = True
 
     def __iter__(self) -> Loop:
         return self
@@ -90,35 +68,30 @@ class Loop:
 
     def __next__(self) -> Any:
         PROGRAM.finish(self)
+        begins = self.batch is None
         try:
             self.batch = next(self._batches)
         except StopIteration:
-            if self.steps is not None:
-                self.steps.end(self.origin)
             PROGRAM.end(self)
             raise
         self._step += 1
-        if self._begins:
-            self._begins = False
+        if begins:
             self.sampler = self.dealer.sampler
             if PROGRAM.training is not None and self.sampler is not None:
-                self.follow(PROGRAM.follow(self))
+                self.follow(PROGRAM.training)
+        self.sizes = (1,) * dist.get_world_size()
+        if self.sampler is not None and self.origin is not None:
+            self.sizes = self.sampler.take(self._step)
         PROGRAM.begin(self)
         return self.batch
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, as far as they weigh the ranks."""
-        if self.steps is None or self.sampler is None:
-            return (1,) * PROGRAM.world
-        return self.sampler.sizes_at(self._step * self.sampler.global_batch)
-
-    def follow(self, steps: Steps) -> None:
-        """Let `steps` hear of the batches from the next one on."""
+    def follow(self, training: Any) -> None:
+        """Train by shares from the next batch on."""
         assert self.sampler is not None
-        self.steps, self.sampler.changes = steps, True
+        training.follow(self.sampler, self.ahead)
+        self.sampler.changes = True
         self.origin = Epoch(True, self.sampler.rows_of_odd_tail())
-        self._note_begun()
+        self.sampler.take(self._step)
 
     def varies(self) -> bool:
         """True if the data set gives another row for the same number, by the same random numbers."""
@@ -148,21 +121,6 @@ class Loop:
                 return parts
         return []
 
-    def begin(self) -> None:
-        """The loop gets a batch."""
-        if self.steps is not None and self.sampler is not None:
-            self.steps.begin(self.origin, self.sizes, self.batch)
-            self._note_begun()
-
-    def done(self) -> None:
-        """The loop is done with its batch."""
-        if self.steps is not None and not self._begins:
-            self.steps.done(self.sizes, (0, 0))
-
-    def _note_begun(self) -> None:
-        assert self.sampler is not None
-        self.sampler.schedule.begun = (self._step + 1) * self.sampler.global_batch
-
 
 class SharedBatches:
     """A loader's batch sampler, in whose place it stands: by shares in a loop that trains, else as it was.
@@ -173,7 +131,7 @@ class SharedBatches:
     def __init__(self, given: Any, fault: str) -> None:
         self.given, self.opens = given, False
         self.sampler: UnevenBatchSampler | None = None
-        self.fault, self.digest = fault, 0
+        self.fault, self.digest = fault, (0, 0)  # of the order of rows, and the number of batches
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
@@ -194,41 +152,64 @@ class SharedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         opens, self.opens, self.sampler = self.opens, False, None
-        if not opens:
-            yield from self.given
-            return
-        every = self._draw()
-        own = list(self.given)
-        if isinstance(every, list) and PROGRAM.shares and sum(PROGRAM.shares) != len(own[0]) * PROGRAM.world:
-            every = "its batches are of another size"
-        if not isinstance(every, str) and own != every[PROGRAM.rank]:
-            every = "its sampler draws other rows each time that it is asked"
-        if isinstance(every, str):
-            self.fault = every
-            yield from own
-            return
-        steps = [[row for batches in every for row in batches[step]] for step in range(len(own))]
-        order = OwnOrder(torch.tensor([row for step in steps for row in step]))
-        self.fault, self.digest = "", order.digest(0)
-        shares = PROGRAM.shares or (len(own[0]),) * PROGRAM.world
-        self.sampler = UnevenBatchSampler(len(order), shares, PROGRAM.rank, order=order)  # type: ignore[arg-type]
-        yield from self.sampler
+        yield from self._deal() if opens else self.given
 
-    def _draw(self) -> list[list[Any]] | str:
-        """The batches of each rank, drawn by copies of the sampler; or why not."""
-        every = []
-        for rank in range(PROGRAM.world):
-            try:
-                with kept_state():
-                    twin = _copy_for(self.given, rank)
-                    if twin is None:
-                        return "its rows aren't shared out by a DistributedSampler"
-                    every.append([list(batch) for batch in islice(twin, len(twin) + 1)])
-            except Exception as error:
-                return f"its sampler can't be asked for another rank's rows ({type(error).__name__}: {error})"
-            if len(every[-1]) > len(twin):
-                return "its sampler gives more batches than it says"
-        return _find_fault(every) or every
+    def _deal(self) -> Iterable[Any]:
+        """The rows of an epoch by shares, or as they were."""
+        self.fault = ""
+        try:
+            every = draw_ranks(self.given)
+        except RequestError as error:
+            self.fault = error.message
+            return cast(Iterable[Any], self.given)
+        own: list[Any] = list(self.given)
+        each = len(every[0][0])
+        shares = PROGRAM.shares or (each,) * dist.get_world_size()
+        if sum(shares) != each * dist.get_world_size():
+            self.fault = "its batches are of another size"
+        elif own != every[dist.get_rank()]:
+            self.fault = "its sampler draws other rows each time that it is asked"
+        if self.fault:
+            return own
+        rows = join_ranks(every)
+        order = RowOrder(lambda _: rows, 1 + max(rows), 0)
+        self.digest = order.digest(0), len(own)
+        self.sampler = UnevenBatchSampler(len(order), shares, dist.get_rank(), order=order)
+        return self.sampler
+
+
+def draw_ranks(sampler: Any) -> list[list[Any]]:
+    """The batches of each rank, by copies of its batch sampler; RequestError where they aren't of global batches."""
+    if _find_place(sampler) is None:
+        raise _uneven("its rows aren't shared out by a DistributedSampler")
+    every = []
+    for rank in range(dist.get_world_size()):
+        try:
+            with kept_state():
+                twin = _copy_for(sampler, rank)
+                every.append([list(batch) for batch in islice(twin, len(twin) + 1)])
+        except Exception as error:
+            raise _uneven(f"its sampler can't be asked for another rank's rows ({error!r})") from error
+    counts = {len(batches) for batches in every}
+    if max(counts) > len(sampler):
+        raise _uneven("its sampler gives more batches than it says")
+    if counts == {0} or len(counts) > 1:
+        raise _uneven("its ranks have other numbers of batches, or none")
+    sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
+    if len(set.union(*sizes[:-1], sizes[0])) > 1 or len(sizes[-1]) > 1:
+        raise _uneven("its ranks have batches of other sizes")
+    if not all(isinstance(row, int) and row >= 0 for row in join_ranks(every)):
+        raise _uneven("its rows have no numbers")
+    return every
+
+
+def _uneven(why: str) -> RequestError:
+    return RequestError(why, "Start it with its own launcher.")
+
+
+def join_ranks(every: Any) -> list[Any]:
+    """The rows of an epoch, those of each global batch together, rank by rank."""
+    return [row for step in zip(*every, strict=True) for batch in step for row in batch]
 
 
 def _copy_data(dataset: Any) -> Any:
@@ -253,31 +234,21 @@ def _differ(one: Any, other: Any) -> bool:
     return one.shape != other.shape or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _find_fault(every: list[list[Any]]) -> str:
-    """Why the ranks' batches aren't shares of whole global batches; empty if they are."""
-    if not every[0] or len({len(batches) for batches in every}) > 1:
-        return "its ranks have other numbers of batches, or none"
-    sizes = [{len(batches[step]) for batches in every} for step in range(len(every[0]))]
-    if any(len(each) > 1 for each in sizes) or len(set.union(*sizes[:-1], sizes[0])) > 1:
-        return "its ranks have batches of other sizes"
-    if not all(isinstance(row, int) for batches in every for batch in batches[:1] for row in batch):
-        return "its rows have no numbers"
-    return ""
-
-
 def _copy_for(sampler: Any, rank: int) -> Any:
-    """A copy of a batch sampler that draws for another rank; None where nothing in it says whose rows it draws."""
-    memo: dict[int, Any] = {}
+    """A copy of a batch sampler that draws for another rank."""
+    held = [vars(each).get(name) for each in _chain(sampler) for name in ("dataset", "data_source")]
+    twin = copy.deepcopy(sampler, {id(each): each for each in held})
+    holder, name = _find_place(twin)
+    setattr(holder, name, rank)
+    return twin
+
+
+def _find_place(sampler: Any) -> Any:
+    """What of a batch sampler says whose rows it draws, and the attribute's name; None where nothing does."""
     for each in _chain(sampler):
-        for name in ("dataset", "data_source"):
-            held = vars(each).get(name)
-            memo[id(held)] = held
-    twin = copy.deepcopy(sampler, memo)
-    for each in _chain(twin):
         for own, world in _SHARDS:
-            if getattr(each, world, None) == PROGRAM.world and getattr(each, own, None) == PROGRAM.rank:
-                setattr(each, own, rank)
-                return twin
+            if (getattr(each, own, -1), getattr(each, world, -1)) == (dist.get_rank(), dist.get_world_size()):
+                return each, own
     return None
 
 
@@ -287,21 +258,3 @@ def _chain(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = vars(sampler)
         sampler = next((inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None)
-
-
-class OwnOrder:
-    """The program's own order of one epoch, in which each rank's rows of a global batch follow one another."""
-
-    def __init__(self, order: torch.Tensor) -> None:
-        self._order = order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def draw(self, _: int) -> torch.Tensor:
-        """The rows, (rows,) of int64."""
-        return self._order
-
-    def digest(self, _: int) -> int:
-        """A digest that tells this order from another."""
-        return crc32(self._order.numpy().tobytes())

@@ -33,7 +33,7 @@ class StepFigures(msgspec.Struct, frozen=True):
     step_s: float
 
 
-class RankNote(msgspec.Struct, frozen=True):
+class RankNote(msgspec.Struct):
     """A rank's training, as it leaves it at its end."""
 
     rank: int
@@ -113,9 +113,8 @@ class Notebook:
             self.stay(self.last_words)
         note = RankNote(int(os.environ.get("RANK", "0")), launched_device(), launched_run(), self.hooks, self.why)
         if self._training is not None:
-            last = self._figures()
-            first = self._first or last
-            noise = self._training.noise.describe() if self._training.noise else ""
-            retreats = self._training.reporter.retreats
-            note = msgspec.structs.replace(note, first=first, last=last, retreats=retreats, noise=noise)
+            note.last = self._figures()
+            note.first = self._first or note.last
+            note.noise = self._training.noise.describe() if self._training.noise else ""
+            note.retreats = self._training.reporter.retreats
         Path(self.settings.folder, f"{note.rank}.json").write_bytes(msgspec.json.encode(note))

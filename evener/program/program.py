@@ -24,6 +24,7 @@ from .notes import Notebook, read_settings
 from .views import RankView
 
 LOOK_AGAIN = 4  # times as many steps until the guard looks once more
+LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
 MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
 
 
@@ -39,6 +40,7 @@ class Program:
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # that has given the newest batch
         self._beside: Any = None  # the loop whose batch belongs to the same step
+        self._heard: Steps | None = None  # that hears of its steps
         self._guard: Guard | None = None
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # in what the program does with gradients
@@ -50,52 +52,61 @@ class Program:
         self._met = 0  # times that ranks have exchanged something
 
     @property
-    def rank(self) -> int:
-        """This process's place among those that train."""
-        return int(dist.get_rank())
-
-    @property
-    def world(self) -> int:
-        """The processes that train together."""
-        return int(dist.get_world_size())
-
-    @property
     def shares(self) -> tuple[int, ...]:
         """The rows of each rank in a full batch; empty as long as they are the program's own."""
         return () if self.training is None else self.training.shares.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch; empty where they are the program's own."""
-        return () if self._loop is None or self._loop.steps is None else self._loop.sizes
+        """The rows of each rank in the current batch, as far as they weigh the ranks; empty before there is one."""
+        return () if self._loop is None else self._loop.sizes
 
     def trains(self) -> bool:
         """True if a loop that begins now trains, as far as can be seen."""
-        group = dist.is_available() and dist.is_initialized() and self.world > 1
+        group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return group and not self._others and torch.is_grad_enabled() and any(each.training for each in self.models)
+
+    def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
+        """Know each DistributedDataParallel."""
+        wrapped(*arguments, **keywords)
+        self.models[model] = None
+
+    def begin_update(self, *_: Any) -> None:
+        """An optimizer steps."""
+        if self._guard is not None:
+            self._guard.steps = True
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
         self._updated = True
+        if self._guard is not None:
+            self._guard.steps = False
         if self._others:
             return
-        rates = views.read_numbers(optimizer) if self.training is None else views.read_rates(optimizer)
+        rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
         self._rates = views.digest(rates, self._rates)
         if not (dist.is_available() and dist.is_initialized()):
             self.notebook.stay(views.NO_GROUP)
         elif not self.notebook.last_words:
             self.notebook.last_words = views.NO_LOOP
 
-    def note_clipping(self) -> None:
+    def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Gradients are clipped; RequestError where that depends on the shares, and they have left even."""
-        if self._others or all(each.require_backward_grad_sync for each in self.models):
-            return
-        self._fault = views.CLIPPED
-        if self.training is not None:
-            raise RequestError(f"Shares have left even, but {views.CLIPPED}.", "Clip once, after the last batch.")
+        if not self._others and any(not each.require_backward_grad_sync for each in self.models):
+            self._fault = views.CLIPPED
+            if self.training is not None:
+                raise RequestError(f"Shares have left even, but {views.CLIPPED}.", "Clip once, after the last batch.")
+        return wrapped(*arguments, **keywords)
+
+    def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        """The program exchanges something between its ranks, maybe by code of its own while a model trains."""
+        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]  # behind what called this
+        if caller not in LIBRARIES:
+            self.note_exchange()
+        return wrapped(*arguments, **keywords)
 
     def note_exchange(self) -> None:
-        """The program's own code exchanges something between its ranks, while a model trains."""
+        """Warn of figures that are means over different numbers of rows."""
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
 
@@ -107,22 +118,20 @@ class Program:
         if self.training is None:
             self._rates = 0
             looks = not self.notebook.why and not loop.dealer.fault
-        elif loop.steps is None:
-            looks = False
-            self.training.weights.begin((1,) * self.world)  # rows of another loader, shared out by the program itself
         else:
-            uneven = len(set(loop.sizes)) > 1
-            self._uneven += uneven
-            looks = self._steps == self._look or (uneven and self._uneven == 1)
-            loop.compared &= not (uneven and self._uneven == 2)  # a schedule has gone on in between
+            first = not self._uneven and len(set(loop.sizes)) > 1
+            looks = loop.origin is not None and (first or self._steps == self._look)
         if looks and self._guard is None:
             self._guard = Guard(self.models, loop.batch, repad=loop.repad if self.training is None else None)
-        loop.begin()
+        if self._heard is not None and loop.origin is not None:
+            self._heard.begin(loop.origin, loop.sizes, loop.batch)
+        elif self.training is not None:
+            self.training.weights.begin(loop.sizes)  # of another loader, shared out by the program itself
 
     def finish(self, loop: Any) -> None:
         """The loop asks for its next batch; ranks do so equally often."""
-        loop.done()
-        if self.training is not None and loop.steps is not None:
+        if self._heard is not None and loop.origin is not None:
+            self._heard.done(loop.sizes, (0, 0))
             self._look_again(loop)
         if loop is not self._loop and loop.batch is not None:
             self._note_several(loop)
@@ -133,8 +142,9 @@ class Program:
     def end(self, loop: Any) -> None:
         """A loop is over."""
         self._drop_guard()
-        if self.training is not None and loop.steps is not None:
-            self._compare(loop, None)
+        if self._heard is not None and loop.origin is not None:
+            self._heard.end(loop.origin)
+            self._compare(loop)
 
     def _drop_guard(self) -> None:
         """Begin anew with the next batch, if the guard saw no backward pass in this one."""
@@ -157,27 +167,23 @@ class Program:
         self._steps += 1
         if self._steps > self._look:
             self._look *= LOOK_AGAIN
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.close()
-        if guard is not None or not loop.compared:
-            self._compare(loop, guard)
+        uneven = len(set(loop.sizes)) > 1
+        self._uneven += uneven
+        if self._guard is not None or not loop.compared or (uneven and self._uneven == 2):  # after a schedule's step
+            self._compare(loop)
 
-    def _compare(self, loop: Any, guard: Guard | None) -> None:
+    def _compare(self, loop: Any) -> None:
         """Compare what the ranks have seen, and end the program or go back to even where that differs."""
-        fault = guard.fault if guard is not None and guard.measured else ""
-        every = self.exchange(RankView(fault, loop.dealer.digest, self._rates, views.read_guard(guard)))
+        every = self.exchange(self._view(loop))
         loop.compared = True
-        if len({each.order for each in every}) > 1:
-            raise RequestError("Its ranks draw different orders of rows.", "Start it with its own launcher.")
-        if len({each.rates for each in every}) > 1:
+        difference = views.find_difference(every)
+        if difference in ("order", "rates"):
             raise RequestError(
-                "Since shares have left even, its ranks step at different rates: one goes by a rank's own rows.",
-                "Use the global batch instead, or start it with its own launcher.",
+                f"Since shares have left even, {views.DIFFERENCES[difference]}.",
+                "Let nothing go by a rank's own rows, or start it with its own launcher.",
             )
-        fault = next((each.fault for each in every if each.fault), "")
-        if fault or len({each.numbers for each in every} - {0}) > 1:
-            self._go_back(loop, fault.rstrip(".") or views.UNEVEN)
+        if fault := next((each.fault for each in every if each.fault), views.DIFFERENCES.get(difference, "")):
+            self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
         """Go back to even shares, for good."""
@@ -196,57 +202,55 @@ class Program:
         self._met += 1
         store = dist.distributed_c10d._get_default_store()
         place = f"evener/program/{self._met}"
-        every = meet(store, place, self.rank, self.world, msgspec.json.encode(own), seconds)
+        every = meet(store, place, dist.get_rank(), dist.get_world_size(), msgspec.json.encode(own), seconds)
         return [msgspec.json.decode(each, type=type(own)) for each in every]
 
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same step."""
-        every = self.exchange(self._view_first(loop), MEET_SECONDS)
+        every = self.exchange(self._view(loop), MEET_SECONDS)
         fault = next((each.fault for each in every if each.fault), "") if every else views.ALONE
-        if not fault and len({(each.rates, each.numbers) for each in every}) > 1:
-            fault = views.RATES
-        if not fault and len({(each.order, each.sizes) for each in every}) > 1:
-            fault = "its ranks draw different orders of rows, or batches of other sizes"
-        if fault:
+        if fault := fault or views.DIFFERENCES.get(views.find_difference(every), ""):
             self.stay(fault)
             return
-        settings = self.notebook.settings
         try:
-            follows = settings.rebalance
-            found = find_shares(None, None, every[0].sizes[0], {"rebalance": follows})
-            training = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
+            training = self.plan(loop.sampler.global_batch)
             for each in self.models:
                 if each.training:
                     training.wrap(each)
         except EvenerError as error:
             self.stay(error.message)
             return
-        self.training, self._rates, loop.compared = training, 0, True
+        self.training, self._heard, self._rates, loop.compared = training, Steps(training, True), 0, True
         OPTIMIZER_CHECK.steps_schedules = False
         for warning in filter(None, (each.warning for each in every)):
             self.notebook.warn(warning)
-        loop.follow(self.follow(loop))
+        loop.follow(training)
         loop.sampler.change_shares(self.shares, loop.ahead)
         self.notebook.watch(training, "DistributedDataParallel and DataLoader")
 
-    def follow(self, loop: Any) -> Steps:
-        """Change the shares of this loop too; returns what is to hear of its steps."""
-        assert self.training is not None
-        self.training.follow(loop.sampler, loop.ahead)
-        return Steps(self.training, True)
+    def plan(self, global_batch: int, **place: Any) -> PlannedTraining:
+        """A training of these rows by the plan that evener run has given."""
+        settings = self.notebook.settings
+        found = find_shares(None, None, global_batch, {"rebalance": settings.rebalance}, **place)
+        return PlannedTraining(found, rebalance=settings.rebalance, noise=settings.noise, journal=True)
 
-    def _view_first(self, loop: Any) -> RankView:
+    def _view(self, loop: Any) -> RankView:
+        """This rank's view of the steps since the last one."""
         guard, self._guard = self._guard, None
+        numbers = None
+        if guard is not None:
+            guard.close()
+            numbers = None if guard.numbers is None else (*guard.numbers, *guard.uses)
+        if self.training is not None:
+            return RankView(guard.fault if guard and guard.measured else "", loop.dealer.digest, self._rates, numbers)
         fault = next((words for each in self.models if each.training and (words := views.find_fault(each))), "")
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
-            guard.close()
             fault = fault or guard.fault or ("" if guard.exchanges else views.LOCAL)
-        if fault or loop.sampler is None:
-            return RankView(fault or views.NO_LOOP)
-        sizes = loop.sampler.global_batch, len(loop.sampler)
-        warning = views.OTHER_ROWS if loop.varies() else views.PADDED if guard is not None and guard.padded else ""
-        return RankView("", loop.dealer.digest, self._rates, views.read_guard(guard), sizes, warning)
+        if loop.sampler is None:
+            fault = fault or views.NO_LOOP
+        warning = "" if fault else views.OTHER_ROWS if loop.varies() else views.PADDED if guard and guard.padded else ""
+        return RankView(fault, loop.dealer.digest, self._rates, numbers, warning)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

@@ -13,8 +13,7 @@ from ..lightning import DDPStrategy, PlanStrategy, ShareLoader
 from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import LOADER_OPTIONS
 from ..torch_rows.sampler import RowOrder
-from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import find_shares
+from .loops import draw_ranks, join_ranks
 from .program import PROGRAM, taken_over
 from .views import find_fault
 
@@ -50,33 +49,11 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
         strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
         if isinstance(strategy, ProgramStrategy):
             if not isinstance(loader, ProgramLoader):
-                _take_rows(loop, strategy, _Rows(loader))
+                with kept_state():
+                    _give(loop, _share_out(strategy, loader))
         elif not PROGRAM.notebook.why:
             _take_over(loop, strategy, loader, _find_fault(strategy, loader, others))
     return wrapped(*arguments, **keywords)
-
-
-class _Rows:
-    """The global batches of a loader whose rows a DistributedSampler shares out."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.world = loader, dist.get_world_size()
-        self._rows, self._steps = loader.batch_size, len(loader.batch_sampler)
-        self.order = RowOrder(self._draw, len(loader.dataset), 0)
-
-    @property
-    def global_batch(self) -> int:
-        return int(self._rows * self.world)
-
-    def _draw(self, epoch: int) -> list[int]:
-        """The rows of an epoch, those of each global batch together, rank by rank."""
-        twin = copy.copy(self.loader.sampler)
-        twin.set_epoch(epoch)
-        every = []
-        for twin.rank in range(self.world):
-            every.append(list(twin))
-        firsts = range(0, self._steps * self._rows, self._rows)
-        return [row for first in firsts for rows in every for row in rows[first : first + self._rows]]
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
@@ -100,21 +77,23 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
         PROGRAM.stay(fault)
         return
-    settings, rows = PROGRAM.notebook.settings, _Rows(loader)
-    follows = settings.rebalance
     with taken_over(strategy):
-        found = find_shares(None, None, rows.global_batch, {"rebalance": follows}, device=strategy.root_device)
-        planned = PlannedTraining(found, rebalance=follows, noise=settings.noise, journal=True)
+        planned = PROGRAM.plan(_count_rows(loader), device=strategy.root_device)
         strategy.__class__ = ProgramStrategy
         strategy.take_plan(planned, 1, None, True)
         strategy.prepare_figures()
-        made = _make_loader(strategy, rows)
+        made = _share_out(strategy, loader)
         strategy.check_loss(made)
         strategy.sum_by_shares()
         _forget_figures(strategy)
         strategy.trains = True
         _give(loop, made)
         PROGRAM.notebook.watch(planned, "lightning.Trainer")
+
+
+def _count_rows(loader: Any) -> int:
+    """The rows of a global batch."""
+    return int(loader.batch_size * dist.get_world_size())
 
 
 def _forget_figures(strategy: Any) -> None:
@@ -124,22 +103,23 @@ def _forget_figures(strategy: Any) -> None:
         results.clear()
 
 
-def _make_loader(strategy: ProgramStrategy, rows: _Rows) -> Any:
-    options = {name: getattr(rows.loader, name) for name in LOADER_OPTIONS if hasattr(rows.loader, name)}
-    length = len(rows.loader.dataset)
-    return strategy.make_loader(rows.loader.dataset, strategy.planned.sampler(length, order=rows.order), options)
-
-
-def _take_rows(loop: Any, strategy: ProgramStrategy, rows: _Rows) -> None:
-    """Share out the rows of a new loader, for another epoch."""
-    if rows.global_batch != strategy.planned.shares.global_batch:
+def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
+    """A loader of shares of the global batches whose rows a DistributedSampler shares out."""
+    if _count_rows(loader) != strategy.planned.shares.global_batch:
         raise RequestError(
-            f"The batches of a new loader are others: {rows.global_batch} rows, after"
-            f" {strategy.planned.shares.global_batch}.",
+            f"A new loader has {_count_rows(loader)} rows a step, after {strategy.planned.shares.global_batch}.",
             "Train it with its own launcher.",
         )
-    with kept_state():
-        _give(loop, _make_loader(strategy, rows))
+
+    def draw(epoch: int) -> Any:
+        batches = copy.copy(loader.batch_sampler)
+        batches.sampler = copy.copy(loader.sampler)
+        batches.sampler.set_epoch(epoch)
+        return join_ranks(draw_ranks(batches))
+
+    options = {name: getattr(loader, name) for name in LOADER_OPTIONS if hasattr(loader, name)}
+    rows = len(loader.dataset)
+    return strategy.make_loader(loader.dataset, strategy.planned.sampler(rows, order=RowOrder(draw, rows, 0)), options)
 
 
 def _give(loop: Any, loader: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from .program import PROGRAM, taken_over
 def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
     """Have a Trainer train by shares."""
     with PROGRAM.left_alone():
-        if dist.is_initialized() and dist.get_world_size() > 1 and not hasattr(trainer, "_planned"):
+        if (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()) and not hasattr(trainer, "_planned"):
             _plan(trainer)
         return wrapped(*arguments, **keywords)
 
@@ -20,7 +21,8 @@ def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
 def _plan(trainer: Any) -> None:
     """Make the trainer's class one that trains by shares, or say why it stays what it is."""
     own, settings = type(trainer), PROGRAM.notebook.settings
-    global_batch = trainer._train_batch_size * dist.get_world_size()
+    world = trainer.args.world_size
+    global_batch = trainer._train_batch_size * world
     with taken_over(trainer):
         from ..huggingface import with_plan
 
@@ -32,7 +34,8 @@ def _plan(trainer: Any) -> None:
         trainer.begin_plan()
         trainer.get_train_dataloader()
         trainer.check_loss()
-        _tell_of_tail(trainer, global_batch)
+        if world > 1:
+            _tell_of_tail(trainer, global_batch)
         PROGRAM.notebook.watch(trainer._planned, f"{own.__name__}, a transformers.Trainer")
 
 

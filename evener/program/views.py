@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import isclose
 from typing import Any
 from zlib import crc32
 
@@ -9,8 +11,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
-
-from ..torch_loss.guard import Guard
 
 NO_GROUP = (
     "it trains without a process group, so each process trains on all rows; wrap the model in"
@@ -21,12 +21,10 @@ EXCHANGED = (
     "the program exchanges figures between its ranks itself; an average of ranks' mean losses now differs slightly, and"
     " so does whatever depends on it"
 )
-RATES = "its ranks compute their losses with different numbers, or step at different rates"
 OTHER_ROWS = (
     "its data set returns a different row when asked for the same one again, so its rows differ from those under its"
     " own launcher"
 )
-UNEVEN = "a number in its loss goes by a rank's own rows"
 PADDED = (
     "rows are padded to the longest one beside them, and by shares other rows are beside them; whether its loss depends"
     " on that can't be seen"
@@ -35,43 +33,48 @@ ALONE = "not every rank takes its rows from a loader of its own"
 LOCAL = "its ranks step by gradients that they haven't exchanged"
 NO_LOOP = "its model isn't in DistributedDataParallel, or its rows come from no DataLoader with a DistributedSampler"
 SEVERAL = "its steps take rows of several loaders"
+NEAR = 1e-4  # numbers that differ less are made of figures, which GPUs of different kinds round differently
+DIFFERENCES = {  # between the views of the ranks, the worst first
+    "order": "its ranks draw different orders of rows, or batches of other sizes",
+    "rates": "its ranks step at different rates",
+    "numbers": "its ranks compute their losses, or change weights and gradients, with different numbers",
+}
 
 
 class RankView(msgspec.Struct, frozen=True):
     """A rank's view of the program's steps; shares may be uneven where all are alike and without a fault."""
 
     fault: str = ""
-    order: int = 0  # a digest of the order of rows
-    rates: int = 0  # of the optimizers' rates
-    numbers: int = 0  # of the numbers in its loss, where the guard has looked
-    sizes: tuple[int, ...] = ()  # rows of a global batch, and steps of an epoch
+    order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
+    rates: int = 0  # a digest of the optimizers' rates
+    numbers: tuple[float, ...] | None = None  # in its loss, and beside weights, where the guard has looked
     warning: str = ""  # of what may be otherwise by shares
 
 
-def read_guard(guard: Guard | None) -> int:
-    """A digest of the numbers in the loss; 0 where none was computed again."""
-    return 0 if guard is None or guard.numbers is None else digest(guard.numbers)
+def find_difference(every: list[RankView]) -> str:
+    """The name of what differs between the ranks; empty where nothing does."""
+    for name in ("order", "rates"):
+        if len({getattr(each, name) for each in every}) > 1:
+            return name
+    seen = [each.numbers for each in every if each.numbers is not None]
+    alike = all(len(one) == len(seen[0]) and all(map(partial(isclose, rel_tol=NEAR), one, seen[0])) for one in seen)
+    return "" if alike else "numbers"
 
 
 def digest(numbers: list[float], before: int = 0) -> int:
     return crc32(repr(numbers).encode(), before)
 
 
-def read_rates(optimizer: Any) -> list[float]:
-    """The learning rate of each group."""
-    rates = (group.get("lr") for group in optimizer.param_groups)
-    return [rate for rate in rates if isinstance(rate, int | float)]
-
-
-def read_numbers(optimizer: Any) -> list[float]:
-    """The numbers by which an optimizer steps: rates, momenta and so on of each group."""
-    groups = [[each for name, each in group.items() if name != "params"] for group in optimizer.param_groups]
-    numbers = (int, float, torch.Tensor)
-    return [
-        float(each)
-        for each in tree_leaves(groups)
-        if isinstance(each, numbers) and torch.numel(torch.as_tensor(each)) == 1
+def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
+    """The numbers by which an optimizer steps, of each group: those of these names, or all."""
+    chosen = [
+        each
+        for group in optimizer.param_groups
+        for name, each in group.items()
+        if name in (names or group.keys() - {"params"})
     ]
+    single = (each for each in tree_leaves(chosen) if isinstance(each, int | float | torch.Tensor))
+    return [float(each) for each in single if torch.numel(torch.as_tensor(each)) == 1]
 
 
 def find_fault(model: Any) -> str:

@@ -7,7 +7,7 @@ of the rows: nothing of the program's own code runs twice, and nothing of it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -79,6 +79,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._reads = self._inside = False
         self.measured = False  # the fault: parts don't add up
         self.numbers: list[float] | None = None  # that the loss is computed with, beside the batch and the models
+        self.uses: list[float] = []  # that weights and gradients are used with after the backward pass
+        self.steps = False  # an optimizer, of which nothing is noted
         self.padded = False  # with its rank's other rows, and what that makes of the loss can't be computed again
         self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
         self._random = RandomState()
@@ -106,6 +108,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         given = keywords or {}
         if self.done or self._inside:
+            if self._handles and not (self._inside or self.steps):
+                self._note_use((arguments, given))
             return function(*arguments, **given)
         if function is torch.Tensor.backward:
             self.done = True
@@ -149,6 +153,15 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if not known or tensor.ndim == 0 or tensor.shape[0] != self._rows or sizes[0] != self._rows:
             return result
         return torch.Size([RowNumber(sizes[0]), *sizes[1:]]) if isinstance(result, torch.Size) else RowNumber(result)
+
+    def _note_use(self, given: Any) -> None:
+        """Note the numbers that weights or gradients are used with, as in an average of the weights of all steps."""
+        every = _leaves(given)
+        numbers = [float(each) for each in every if isinstance(each, int | float) and not isinstance(each, bool)]
+        if numbers and (places := {_place(each) for each in every if isinstance(each, torch.Tensor)} - {0}):
+            own = (each for model in self._models for weight in model.parameters() for each in (weight, weight.grad))
+            if any(each is not None and _place(each) in places for each in own):
+                self.uses += numbers
 
     # ------------------------------------------------------------------ judging
 
@@ -278,6 +291,13 @@ def _leaves(data: Any) -> list[Any]:
     found: list[Any] = []
     _map(found.append, data)
     return found
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor's data begin; 0 for one without any."""
+    with suppress(RuntimeError):
+        return int(tensor.data_ptr())
+    return 0
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ def test_another_program_trains_as_by_its_own_launcher(
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("other", "means of ranks"), ("other", "labels ignored later"), ("unlike", "annealed by rows")]
+    ("module", "name"), [("other", "means of ranks"), ("other", "labels ignored later"), ("unlike", "averaged by rows")]
 )
 def test_a_program_that_learns_something_else_is_warned(
     server: RankServer, tmp_path: Path, module: str, name: str

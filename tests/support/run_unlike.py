@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,6 +132,58 @@ def annealed_by_rows() -> Any:
         found = model(x)
         step(optimizer, F.cross_entropy(found, classes) + min(1.0, seen / 100) * F.mse_loss(found[:, :2], targets))
         seen += len(x)
+    return model
+
+
+@program
+def averaged_by_rows() -> Any:
+    """The average of the weights forgets faster after many rows of a rank."""
+    model, optimizer = start()
+    average = copy.deepcopy(model.module)
+    for x, classes, _ in epochs(load()):
+        step(optimizer, F.cross_entropy(model(x), classes))
+        with torch.no_grad():
+            for own, new in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(new, 1 - 0.99 ** len(x))
+    return average
+
+
+@program
+def averaged_by_steps() -> Any:
+    model, optimizer = start()
+    average = torch.optim.swa_utils.AveragedModel(
+        model.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn()
+    )
+    for x, classes, _ in epochs(load()):
+        step(optimizer, F.cross_entropy(model(x), classes))
+        average.update_parameters(model.module)
+    return average.module
+
+
+@program
+def gradients_by_rows() -> Any:
+    """A rank's short batches count less, after gradients were summed."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        for each in model.parameters():
+            each.grad *= len(x) / BATCH
+        optimizer.step()
+    return model
+
+
+@program
+def clipped_by_hand() -> Any:
+    """Right: the norm is that of the summed gradients."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), classes).backward()
+        norm = sum(each.grad.square().sum() for each in model.parameters()) ** 0.5
+        for each in model.parameters():
+            each.grad.mul_(min(1.0, 0.1 / norm.item()))
+        optimizer.step()
     return model
 
 
