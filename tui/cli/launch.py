@@ -155,11 +155,12 @@ def run(
         set_environment(ProgramSettings(str(notes), read.name, strict, not given, noise))
         job = make_job(path, read.words, None, None, executable=read.executable)
         labels = ", ".join(device.label for process in job.processes for device in process)
-        code = _train(job, read.name, f"starts on {labels}", max_restarts)
+        alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
+        code = _train(job, read.name, f"starts on {labels}{alone}", max_restarts)
         left = read_notes(notes)
         for line in summarize(chosen, left):
             say(line)
-        saved = None if code or (given and not balance) else save_plan(chosen, read, left)
+        saved = None if code or alone or (given and not balance) else save_plan(chosen, read, left)
     if saved is not None:
         say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")
     return code
