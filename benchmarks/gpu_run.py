@@ -57,7 +57,8 @@ def main() -> None:
     with bench.limits() as variables:
         for turn in range(options.turns):
             for case in options.cases.split(","):
-                bench.measure(*case.split(":"), turn, variables)
+                name, percent = case.split(":")
+                bench.measure(name, percent, turn, variables)
         bench.summarize()
 
 
