@@ -32,7 +32,7 @@ CASES: dict[str, Any] = {  # rows of a pass, and options
 }
 
 
-def measure(_: int, name: str, epochs: int) -> dict[str, Any]:
+def measure(_: int, name: str, epochs: int, seed: int) -> dict[str, Any]:
     """The noise scale of one case, the truth, and whether weights are those without noise; run in each process."""
     import keras
 
@@ -42,7 +42,7 @@ def measure(_: int, name: str, epochs: int) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     leave_graphs_alone()
-    random = np.random.default_rng(5)
+    random = np.random.default_rng(seed)
     inputs = random.normal(size=(ROWS, 4)).astype("float32")
     targets = (inputs.sum(1, keepdims=True) + 2 * random.normal(size=(ROWS, 1))).astype("float32")
     micros, options = CASES[name]
@@ -79,6 +79,7 @@ def main() -> None:
     """Print a row for each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=40, help="of 63 steps")
+    parser.add_argument("--seed", type=int, default=5, help="of the rows")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     given = parser.parse_args()
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -87,7 +88,7 @@ def main() -> None:
         for name in given.cases:
             own = Path(folder, name)
             ranks = [{"TF_CONFIG": config} for config in make_configs(("worker",) * len(SHARES))]
-            words = ("benchmarks.noise_keras.measure", name, given.epochs)
+            words = ("benchmarks.noise_keras.measure", name, given.epochs, given.seed)
             server.run("tests.support.keras_start.save", own, *words, ranks=ranks, seconds=900)
             found = json.loads((own / "0.json").read_text())
             scale = f"{found['rows']:.2f} | {found['low']:.2f} to {found['high']:.2f} | {found['truth']:.2f}"
