@@ -43,7 +43,7 @@ def take_in(request: Request) -> Job:
     """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)
-    name = request.workload or registry.default_name(request.framework, found.devices[0].kind)
+    name = request.workload or registry.default_name(request.framework, found.devices[0].on_cpu)
     entry = registry.find(name, request.framework)
     settings = registry.resolve_settings(entry, request.settings)
     largest = entry.largest_share if found.machine is None else None

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from evener.devices.machine import Machine
+from evener.devices.registry import is_simulated
 from evener.devices.types import Device
 from evener.learning.noise_scale import NoiseScale
 
@@ -65,7 +66,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     @property
     def simulated(self) -> bool:
         """True if the devices are simulated, as a journal of the job says too."""
-        return any(device.kind == "sim" for device in self.devices)
+        return is_simulated(device.kind for device in self.devices)
 
     def exclusive(self, positions: Iterable[int] | None = None) -> tuple[Device, ...]:
         """The devices, or those at `positions`, that the job keeps others off: neither shared nor simulated ones."""

@@ -57,7 +57,7 @@ class SessionState(msgspec.Struct, frozen=True):
 
 
 def first_state(devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[Seen] = ()) -> SessionState:
-    """Before anything was reported; `kept` is what a run that goes on has measured."""
+    """The state before anything was reported; `kept` is what a run that goes on has measured."""
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
         run=run,

@@ -240,6 +240,10 @@ class Backend(Protocol):
         """
         return choose_devices(self.list_devices(), terms, self.visible_variable, variables)
 
+    def write_term(self, device_id: str) -> str:
+        """A plan's device as `--devices` names it: its id; DeviceError for one that can't train."""
+        return device_id
+
     def open_source(self, found: Discovery) -> Source:
         """A source that samples these devices for the monitor; DeviceError if the driver has gone since."""
 

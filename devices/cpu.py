@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from evener.errors import RequestError
+from evener.errors import PlanError, RequestError
 from evener.system.cores import allowed_cpus, container_memory_bytes, core_groups, cut
 
 from .backend import QUIET, Backend, ChildEnvironment, Discovery
@@ -164,6 +164,12 @@ class CpuSlices(Backend):
         spare = len(allowed_cpus()) - sum(len(device.cores) for device in every)
         note = f"{len(every)} equal slices leave {spare} of {len(allowed_cpus())} logical CPUs unused."
         return Discovery(tuple(chosen), (note,) if spare else ())
+
+    def write_term(self, device_id: str) -> str:
+        """A plan's slice as `--devices` names it: cpu/2:0 for cpu-0-of-2."""
+        if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", device_id)):
+            raise PlanError(f"The plan's device {device_id} isn't a slice of a CPU.", "Write it as cpu-0-of-2.")
+        return f"cpu/{found[2]}:{found[1]}"
 
     def open_source(self, found: Discovery) -> Source:
         """A source that reads /proc and /sys."""

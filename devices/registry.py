@@ -6,6 +6,7 @@ A new maker's line goes into BACKENDS.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,16 @@ def name_maker(devices: Iterable[Device]) -> str:
     """The maker of the first device that has one; empty if none has."""
     makers = (find_backend(device.kind).maker for device in devices if device.kind in BACKENDS)
     return next(filter(None, makers), "")
+
+
+def kind_of(name: str) -> str:
+    """The kind of the device that has this label or id, GPU:0 or sim-0-t4; an id may begin with a word of its maker."""
+    return re.split("[:-]", name.lower(), maxsplit=1)[0]
+
+
+def is_simulated(names: Iterable[str]) -> bool:
+    """True if one of these labels or ids is a simulated device's."""
+    return any(find_backend(kind).simulated for kind in set(map(kind_of, names)) if kind in BACKENDS)
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from evener.errors import RequestError
+from evener.errors import DeviceError, RequestError
 from evener.system.files import read_whole
 
 from .backend import Backend, Discovery
@@ -304,6 +304,10 @@ class SimulatedDevices(Backend):
         if any(limits):
             machine = msgspec.structs.replace(machine, limits=limits)
         return Discovery(machine.described(), (), machine)
+
+    def write_term(self, device_id: str) -> str:
+        """DeviceError, as nothing can be launched on a simulated device."""
+        raise DeviceError(f"The plan is for a simulated device, {device_id}.", "Make one for real devices.")
 
     def open_source(self, found: Discovery) -> Source:
         """A source whose readings are computed from the machine's physics."""

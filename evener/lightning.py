@@ -152,7 +152,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             )
 
     def on_train_start(self) -> None:
-        """Before the first step, now that loaders and optimizers are there."""
+        """Check loaders and optimizers before the first step, now that they are there."""
         given = self._trainer.fit_loop._combined_loader.flattened
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(

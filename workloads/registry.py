@@ -166,11 +166,11 @@ def names(framework: str = "") -> tuple[str, ...]:
     return tuple(entry.name for entry in _TABLE if framework in ("", entry.framework) or entry.framework == "none")
 
 
-def default_name(framework: str, device_kind: str) -> str:
-    """The workload to use when none is named, for `device_kind` gpu, cpu or sim."""
+def default_name(framework: str, on_cpu: bool) -> str:
+    """The workload to use when none is named: a small one for CPUs."""
     if framework not in BACKENDS:
         return "synthetic"
-    return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if device_kind == 'cpu' else 'maxer'}"
+    return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:

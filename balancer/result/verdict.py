@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from evener.devices.registry import is_simulated
 from evener.devices.types import Device
 from evener.plan.file import Plan
 from evener.shares.curves import Cost
@@ -283,7 +284,7 @@ def find_next_steps(run: str, plan: Plan, path: str, interrupted: bool, measured
 def find_training_step(plan: Plan, path: str) -> list[Finding]:
     """The command that trains by a plan in this file; none without a script to launch."""
     active, (script, _, _) = plan.layout.active, plan.workload.rpartition(":")
-    simulated = any(share.device.startswith("sim-") for share in active)
+    simulated = is_simulated(share.device for share in active)
     if not plan.layout.traits.by_shares or simulated or not script:
         return []
     hosts = [host for host in dict.fromkeys(share.host for share in active) if host]

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from evener.devices.registry import is_simulated
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry
 from evener.plan.file import Plan, parse_plan, to_json
@@ -64,7 +65,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     @property
     def named_workload(self) -> str:
         """The workload; what ran on simulated devices says so."""
-        return self.workload + " (simulated)" * any(label.startswith("SIM:") for label in self.devices)
+        return self.workload + " (simulated)" * is_simulated(self.devices)
 
 
 class StoredRun(msgspec.Struct, frozen=True):

@@ -63,7 +63,7 @@ def take_rows(data: Tensors, rows: Any) -> Tensors:
 
 
 def pad_rows(tensor: Any, start: Any, rows: Any) -> Any:
-    """These rows from `start` on, among zeros for the other `rows` of the whole batch."""
+    """Rows of a batch at their place, from `start` on, among zeros for its other `rows`."""
     after = rows - start - tf.shape(tensor, tf.int64)[0]
     return tf.pad(tensor, [[start, after], *[[0, 0]] * (tensor.shape.rank - 1)])
 

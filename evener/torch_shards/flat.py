@@ -222,7 +222,7 @@ class Flat:
             slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
-        """After a backward pass, give each piece its gradient, but for parameters that no rank used."""
+        """Give each piece its gradient after a backward pass, but for parameters that no rank used."""
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue
@@ -245,7 +245,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def starts(shapes: Sequence[torch.Size]) -> list[int]:
-    """Where parameters of these shapes begin in a flat."""
+    """The places at which parameters of these shapes begin in a flat."""
     ends = [0]
     for shape in shapes:
         ends.append(ends[-1] + int(shape.numel()))

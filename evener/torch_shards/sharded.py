@@ -248,7 +248,7 @@ class UnitHooks:
         self._sharded, self._unit = sharded, unit
 
     def before(self, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Before the forward pass: gather, and mark where the unit's backward pass ends."""
+        """Gather before the forward pass, and mark where the unit's backward pass ends."""
         if torch.compiler.is_compiling():
             raise RequestError("A sharded model can't be compiled.", "Leave torch.compile out.")
         unit, sharded = self._unit, self._sharded
@@ -259,7 +259,7 @@ class UnitHooks:
         return arguments, keywords
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """After the forward pass."""
+        """Note that the unit's forward pass has ended."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:

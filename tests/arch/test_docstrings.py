@@ -17,8 +17,11 @@ from tests.support.sources import parsed
 
 REPO = Path(__file__).resolve().parents[2]
 CLEAN = ("balancer", "devices", "evener", "tui", "workloads")
-WITHOUT_A_NOUN = re.compile(r"(Of|The same|Its?|As|Also|And|Those|That|What|Whether|How|They|Which|Who|Whose)\b")
-FRAGMENTS = re.compile(r"\b(so\s+many|in\s+hand|as\s+they\s+come|who(m|so)?ever)\b", re.IGNORECASE)
+WITHOUT_A_NOUN = re.compile(
+    r"(Of|The same|Its?|As|Also|And|Those|These|That|What|Whether|How|They|Which|Who|Whose|Where|When"
+    r"|With|Without|Then|There|Before|After|Again|Likewise|Does|If)\b"
+)
+FRAGMENTS = re.compile(r"\b(so\s+many|in\s+hand|as\s+they\s+come|who(m|so)?ever)\b|\b[Tt]his one\.$", re.IGNORECASE)
 Named = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

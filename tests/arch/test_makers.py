@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from evener.devices.registry import all_backends
 from evener.plan.layout import GPU_IDS
-from tests.support.sources import PACKAGES, REPO, files, parsed, place
+from tests.support.sources import PACKAGES, REPO, compared, files, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
+KIND = re.compile(r"(cpu|gpu|sim)([-:].*)?", re.IGNORECASE)  # of devices, and how their labels and ids begin
 OWN = ("devices/nvidia/", "devices/registry.py")
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
 FRAMEWORKS = (
@@ -18,6 +19,7 @@ FRAMEWORKS = (
     "evener/torch_shards/",
     "evener/torch_loss/",
     "evener/torch_split/",
+    "evener/huggingface/",
     "evener/keras_split/",
     "evener/ray.py",
     "workloads/profiling.py",
@@ -44,13 +46,17 @@ def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 words = [word]
             case ast.Constant(value=str() as word) if " " not in word.strip():
                 words = [word]
-            case ast.Compare() if "'gpu'" in ast.unparse(node):
-                words = ["nvidia's kind in a comparison"]
             case _:
                 continue
         for word in words:
             if MAKER.search(word):
                 yield getattr(node, "lineno", 1), word
+
+
+def kinds_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Comparisons with the name of a kind of devices, or with how the labels and ids of one begin."""
+    for line, said, called in compared(tree):
+        yield from ((line, word) for word in said if called and KIND.fullmatch(word))
 
 
 def test_no_maker_is_named_outside_its_folder() -> None:
@@ -65,6 +71,18 @@ def test_no_maker_is_named_outside_its_folder() -> None:
     assert hits == []
 
 
+def test_no_kind_of_devices_is_compared() -> None:
+    """CPU slices and simulated devices are asked as a maker's are; only devices/ reads what a person has typed."""
+    hits = [
+        f"{place(path, line)}  {word}"
+        for package in PACKAGES
+        for path in files(package)
+        if not str(path.relative_to(REPO)).startswith(("devices/", *FRAMEWORKS))
+        for line, word in kinds_in(parsed(path))
+    ]
+    assert hits == []
+
+
 def test_plans_know_the_ids_of_every_makers_gpus() -> None:
     """A training script, which can't ask a backend, would put a GPU that it doesn't know on the CPU."""
     prefixes = {prefix for backend in all_backends() if backend.own_memory for prefix in backend.id_prefixes}
@@ -73,6 +91,8 @@ def test_plans_know_the_ids_of_every_makers_gpus() -> None:
 
 def test_a_makers_name_would_be_found() -> None:
     """The check itself: an import, a name, a string and a comparison, but not what is written for people."""
-    found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"', 'device.kind == "gpu"']
-    assert [len(list(makers_in(ast.parse(code)))) for code in found] == [1, 1, 1, 1]
+    found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"']
+    assert [len(list(makers_in(ast.parse(code)))) for code in found] == [1, 1, 1]
+    kinds = ['device.kind == "gpu"', 'share.device.startswith("cpu-")', 'kinds & {"sim"}', 'label[:4] in ("SIM:",)']
+    assert [len(list(kinds_in(ast.parse(code)))) for code in kinds] == [1, 1, 1, 1]
     assert list(makers_in(ast.parse('print("an NVIDIA GPU is here", device.kind)'))) == []

@@ -28,3 +28,53 @@ def parsed(path: Path) -> ast.Module:
 def place(path: Path, line: int) -> str:
     """`file:line`, from the top of the repository."""
     return f"{path.relative_to(REPO)}:{line}"
+
+
+def named(node: ast.AST) -> set[str]:
+    """The words of what an operand is called: `self.engine.name` has engine and name."""
+    dotted = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+    return set(dotted.split("."))
+
+
+def words(node: ast.AST | None) -> set[str]:
+    """The strings that an operand consists of; none if it has anything else."""
+    each = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    found = {one.value for one in each if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return found if len(found) == len(each) else set()
+
+
+LOOKS = {"startswith", "endswith", "removeprefix", "removesuffix", "get", "pop", "count", "index", "find", "__eq__"}
+BUILTIN_LOOKS = {"getattr", "hasattr", "setattr", "eq"}
+
+
+def compared(tree: ast.AST) -> Iterator[tuple[int, set[str], set[str]]]:
+    """(line, strings, names of what they are compared with), in whatever way a program tells a string from another.
+
+    That is by comparisons and `in`, sets, match cases, dict keys and what is looked up by one, attributes by name, and
+    methods like startswith.
+    """
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                pairs = [(one, (left, *others)) for one in (left, *others)]
+            case ast.BinOp(left=left, op=ast.BitAnd() | ast.Sub(), right=right):
+                pairs = [(left, (right,)), (right, (left,))]
+            case ast.Match(subject=subject, cases=cases):
+                values = [one for case in cases for one in ast.walk(case.pattern) if isinstance(one, ast.MatchValue)]
+                pairs = [(one.value, (subject,)) for one in values]
+            case ast.Subscript(value=looked, slice=key):
+                pairs = [(key, (looked,))]
+            case ast.Call(func=ast.Attribute(attr=method, value=looked), args=[key, *_]) if method in LOOKS:
+                pairs = [(key, (looked,))]
+            case ast.Call(func=ast.Name(id=builtin) | ast.Attribute(attr=builtin), args=[looked, key, *_]) if (
+                builtin in BUILTIN_LOOKS
+            ):
+                pairs = [(key, (looked,))]
+            case ast.Dict(keys=keys) if keys and all(map(words, keys)):
+                yield node.lineno, set().union(*map(words, keys)), set()
+                continue
+            case _:
+                continue
+        yield from (
+            (one.lineno, found, set().union(*map(named, beside))) for one, beside in pairs if (found := words(one))
+        )

@@ -78,6 +78,6 @@ def test_processes_of_other_hosts_are_out_of_reach(script: Any) -> None:
 def test_chosen_devices_of_hosts_are_named_as_the_command_line_does() -> None:
     devices = [Device(f"GPU-{i}", i, "H200", "gpu", 1, host=host) for host, i in ((BIG, 0), (BIG, 1), (SMALL, 0))]
     assert select_devices("ray", devices, (0, 1, 2)) == "ray"
-    assert select_devices("ray", devices, (1, 2)) == f"ray:{BIG}/gpu:GPU-1,ray:{SMALL}/gpu:GPU-0"
+    assert select_devices("ray", devices, (1, 2)) == f"ray:{BIG}/GPU-1,ray:{SMALL}/GPU-0"
     slices = [Device("cpu-1-of-2", 1, "EPYC", "cpu", 1, host=host) for host in (BIG, SMALL)]
     assert select_devices("ray", slices, (1,)) == f"ray:{SMALL}/cpu/2:1"

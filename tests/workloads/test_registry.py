@@ -20,18 +20,18 @@ def test_every_entry_is_found_under_its_framework() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "kind", "name"),
+    ("framework", "on_cpu", "name"),
     [
-        ("tensorflow", "gpu", "keras_maxer"),
-        ("tensorflow", "cpu", "keras_mnist"),
-        ("torch", "gpu", "torch_maxer"),
-        ("torch", "cpu", "torch_mnist"),
-        ("none", "sim", "synthetic"),
+        ("tensorflow", False, "keras_maxer"),
+        ("tensorflow", True, "keras_mnist"),
+        ("torch", False, "torch_maxer"),
+        ("torch", True, "torch_mnist"),
+        ("none", False, "synthetic"),
     ],
 )
-def test_default_name(framework: str, kind: str, name: str) -> None:
+def test_default_name(framework: str, on_cpu: bool, name: str) -> None:
     """Each framework has a default for GPUs and one for CPU slices."""
-    assert registry.default_name(framework, kind) == name
+    assert registry.default_name(framework, on_cpu) == name
 
 
 def test_an_unknown_name_lists_the_known_ones_close_matches_first() -> None:

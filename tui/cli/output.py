@@ -1,4 +1,4 @@
-"""Where a command writes: standard streams, which may be lost (a closed pipe, terminal or descriptor), and files.
+"""The outputs of a command: standard streams, which may be lost (a closed pipe, terminal or descriptor), and files.
 
 A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody reads it,
 `OutputError` if its file can't be written. Files are checked before anything is measured.

@@ -224,7 +224,7 @@ class HostTraining:
         os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it and remove its files."""
+        """End the training and remove its files."""
         self.stop()
         self._plan.unlink()
         self._plan.parent.rmdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ import msgspec
 
 from evener.devices.discover import discover
 from evener.devices.network import RENDEZVOUS_PORT, choose_interface
-from evener.devices.registry import child_environment, find_backend, import_path
+from evener.devices.registry import BACKENDS, child_environment, find_backend, import_path, kind_of
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.plan.file import Plan, Share, load_plan, to_json
@@ -206,13 +205,8 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 def _request(share: Share) -> str:
     """A device of the plan as `--devices` names it."""
-    if share.device.startswith("cpu-"):
-        if not (found := re.fullmatch(r"cpu-(\d+)-of-(\d+)", share.device)):
-            raise PlanError(f"The plan's device {share.device} isn't a slice of a CPU.", "Write it as cpu-0-of-2.")
-        return f"cpu/{found[2]}:{found[1]}"
-    if share.device.startswith("sim-"):
-        raise DeviceError(f"The plan is for a simulated device, {share.device}.", "Make one for real devices.")
-    return share.device
+    kind = kind_of(share.device)
+    return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
 
 def _parse_meeting(text: str) -> tuple[str, int]:

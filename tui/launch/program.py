@@ -18,7 +18,7 @@ import msgspec
 import evener.program
 from evener.balancer.number_format import milliseconds, percent, rate
 from evener.devices.discover import discover
-from evener.devices.registry import import_path
+from evener.devices.registry import find_backend, import_path
 from evener.devices.terms import write_limit
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
@@ -104,7 +104,7 @@ def choose_plan(given: Path | None, devices: str, identity: str) -> tuple[Plan, 
             raise RequestError("The plan is for several hosts.", "Make one for the devices of this machine.")
         return msgspec.structs.replace(plan, workload=identity), True
     found = discover(devices).devices
-    if {device.kind for device in found} & {"simulated", "sim"}:
+    if any(find_backend(device.kind).simulated for device in found):
         raise DeviceError("A simulated device trains nothing.", "Name real devices.")
     if limited := [f"{device.label} @{limit}" for device in found if (limit := write_limit(device.limit))]:
         raise RequestError(

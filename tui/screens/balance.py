@@ -127,8 +127,8 @@ class Setup(UsesApp, VerticalScroll):
         rows = [(each.label, f"{_memory(each)}  {short_name(each.name)}".lstrip()) for each in devices]
         self.query_one("#pick-devices", Ticks).offer(rows, frozenset(range(len(rows))))
         entries = [registry.find(name) for name in registry.names()]
-        kind = devices[0].kind if devices else "gpu"
-        ticked = registry.names().index(registry.default_name("tensorflow", kind))
+        on_cpu = bool(devices) and devices[0].on_cpu
+        ticked = registry.names().index(registry.default_name("tensorflow", on_cpu))
         self.query_one("#pick-workload", Ticks).offer(
             [*((entry.name, entry.summary) for entry in entries), (_OWN, "the function named below; its code is run")],
             frozenset({ticked}),

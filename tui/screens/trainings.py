@@ -80,7 +80,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def take(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Show these; `state` is said in the heading."""
+        """Show trainings; `state` is said in the heading."""
         self.state = state
         self.place_rows(rows)
         self.redraw()
@@ -104,7 +104,7 @@ class RankPanel(ListPanel[RankRow]):
         self.training: TrainingRow | None = None
 
     def take(self, row: TrainingRow | None) -> None:
-        """Show the ranks of this one."""
+        """Show the ranks of a training."""
         self.training = row
         self.place_rows(row.ranks if row is not None else ())
         self.redraw()
@@ -128,7 +128,7 @@ class CausePanel(Lines):
         self.border_title = "What holds it up"
 
     def take(self, row: TrainingRow | None, at_seconds: float) -> None:
-        """Show this one."""
+        """Show what is found of a training."""
         self.show(training_lines(row, at_seconds, self.size.width, self.evener.marks) if row is not None else ())
 
 
@@ -140,7 +140,7 @@ class TrainingGraphs(Lines):
         self.border_title = "Last minutes"
 
     def take(self, row: TrainingRow | None, snapshot: Snapshot | None) -> None:
-        """Show this one."""
+        """Show the graphs of a training."""
         if row is None or snapshot is None or not self.display:
             self.show(())
             return

@@ -198,13 +198,8 @@ def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) 
 
 
 def _select_on_host(host: str, picked: Sequence[Device]) -> str:
-    prefix = f"{picked[0].kind}:"
-    names = [device.id for device in picked]
-    if picked[0].on_cpu:
-        prefix = f"cpu/{picked[0].id.rpartition('-of-')[2]}:"
-        names = [str(device.index) for device in picked]
     where = f"ray:{host}/" if host else ""
-    return where + prefix + ",".join(_limited(name, device) for name, device in zip(names, picked, strict=True))
+    return ",".join(where + _limited(find_backend(each.kind).write_term(each.id), each) for each in picked)
 
 
 def _limited(name: str, device: Device) -> str:
@@ -212,10 +207,11 @@ def _limited(name: str, device: Device) -> str:
 
 
 def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    pieces = [piece.strip().removeprefix("sim:") for piece in spec.split(",")]
+    kind = f"{devices[0].kind}:"
+    pieces = [piece.strip().removeprefix(kind) for piece in spec.split(",")]
     if len(pieces) != len(devices):
         raise RequestError("A machine file can't be used in part.", "Tick every device, or write a smaller file.")
-    return "sim:" + ",".join(pieces[position] for position in chosen)
+    return kind + ",".join(pieces[position] for position in chosen)
 
 
 def parse_samples(text: str, name: str) -> int:

@@ -12,6 +12,7 @@ from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, SessionState, advance, plan_rate, plan_rivals, seconds_left
 from evener.balancer.store.folder import TrainingRecord
 from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Said, Timed
+from evener.devices.registry import is_simulated
 from evener.learning.noise_scale import describe
 from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry, SpeedEntry, StartEntry
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
@@ -72,7 +73,7 @@ class Progress:
 def left_words(state: SessionState) -> str:
     """The rest of the budget in words; simulated devices have other seconds than the clock on the wall."""
     left = seconds_left(state)
-    simulated = state.devices and all(label.startswith("SIM:") for label in state.devices)
+    simulated = is_simulated(state.devices)
     return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
 
 

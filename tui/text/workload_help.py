@@ -109,8 +109,8 @@ def workload_help() -> str:
 
 
 DEFAULTS = (
-    f"Default: {registry.default_name('tensorflow', 'gpu')} on GPUs and simulated devices,"
-    f" {registry.default_name('tensorflow', 'cpu')} on CPUs;"
-    f" with --framework torch, or where TensorFlow isn't installed, {registry.default_name('torch', 'gpu')}"
-    f" and {registry.default_name('torch', 'cpu')}."
+    f"Default: {registry.default_name('tensorflow', False)} on GPUs and simulated devices,"
+    f" {registry.default_name('tensorflow', True)} on CPUs;"
+    f" with --framework torch, or where TensorFlow isn't installed, {registry.default_name('torch', False)}"
+    f" and {registry.default_name('torch', True)}."
 )

@@ -140,6 +140,6 @@ def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:
 
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
     """The reason why no process is shown: on CPU slices only trainings that report themselves can be seen."""
-    if devices and all(sample.device.kind == "cpu" for sample in devices):
+    if devices and all(sample.device.on_cpu for sample in devices):
         return NO_TRAINING
     return "No process is on these devices."

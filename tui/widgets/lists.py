@@ -105,12 +105,12 @@ class ListPanel(Lines, Generic[RowT]):
                 self.call_later(self.action_open)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Move on."""
+        """Scroll the rows down."""
         event.stop()
         self.action_move(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Move back."""
+        """Scroll the rows up."""
         event.stop()
         self.action_move(-1)
 
