@@ -78,7 +78,7 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """A thread of `_work`: it reports by `_events.put`, waits for `_going` before it begins anything, and ends at `_halt`.
+    """The thread of `_work`: it reports by `_events.put`, waits for `_going` before it begins, and ends at `_halt`.
 
     A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`, and reading goes on.
     """

@@ -23,6 +23,7 @@ GPU_IDS = ("GPU-", "MIG-")  # how ids of GPUs begin; each maker's backend in dev
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Kind = str  # of a layout: one of KINDS
 Knots = tuple[tuple[float, float], ...]  # (rows, seconds of a step) at the bends of a measured curve
 
@@ -65,18 +66,18 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[str, msgspec.Meta(min_length=1)]  # the GPU's UUID, or the name of a CPU slice or simulated device
     index: int  # for display, and for frameworks that count devices
     name: str
-    batch: int  # samples; with `cost` their mean number
+    batch: Count  # samples; with `cost` their mean number
     ratio: float  # batch / global batch; with `cost` the part of the global batch's cost
     limit: str = ""  # as given behind `@`: "60%+8GiB"
     micro: int = 0  # rows of one forward and backward pass: `batch` where one does it
     cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
-    tokens: int = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
+    tokens: Count = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
     host: str = ""  # the name or address of its machine, where the plan is for several
     curve: Knots = ()
-    most: int = 0  # rows of one pass that its memory holds; 0: unknown
+    most: Count = 0  # rows of one pass that its memory holds; 0: unknown
     state: float = 0.0  # the part of parameters, gradients and optimizer state that it holds; 0: it has all
-    held_bytes: int = 0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
-    peak_bytes: int = 0  # the most that was measured there in a step of these shares, activations included; 0: unknown
+    held_bytes: Count = 0  # of that part and of gathered units, as evener's ledger counts them; 0: unknown
+    peak_bytes: Count = 0  # the most measured there in a step of these shares, with activations; 0: unknown
 
     @property
     def on_gpu(self) -> bool:
@@ -91,7 +92,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     global_batch: int  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
     engine: str = ""  # one of ENGINES; empty where there is no choice
-    processes: int = 1  # pack: trainings that run on the device at the same time
+    processes: Annotated[int, msgspec.Meta(ge=1)] = 1  # pack: trainings that run on the device at the same time
     placement: str = ""  # place: the workload's name for it
 
     def __post_init__(self) -> None:
@@ -172,8 +173,6 @@ def complete_layout(layout: Any) -> Any:
 
 def check_layout(layout: PlanLayout, where: str) -> None:
     """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match another."""
-    if any(share.batch < 0 for share in layout.share):
-        raise PlanError(f"{where}.share has a batch below 0.", "A device that is left out has batch 0.")
     if not layout.active:
         raise PlanError(f"{where}.share gives no device a sample.", "At least one batch is above 0.")
     fewest, most = layout.traits.devices
@@ -192,8 +191,6 @@ def check_layout(layout: PlanLayout, where: str) -> None:
         named = Counter((share.host, getattr(share, key)) for share in layout.share)
         if twice := [str(value) for (_, value), times in named.items() if times > 1]:
             raise PlanError(f"{where}.share has the {key} {twice[0]} twice.", "Each device has one share.")
-    if layout.processes < 1:
-        raise PlanError(f"{where}.processes is {layout.processes}.", "Write 1 or more.")
     total = sum(layout.batches)
     if total != layout.global_batch:
         raise PlanError(
@@ -225,17 +222,11 @@ def _is_whole(parts: Sequence[float]) -> bool:
 def _check_share(share: Share, where: str) -> None:
     if share.cost is not None and not share.cost.is_valid():
         raise PlanError(f"{where}.cost is {share.cost}.", "Its seconds are 0 or above, and not all 0.")
-    if share.tokens < 0:
-        raise PlanError(f"{where}.tokens is {share.tokens}.", "Write the most tokens of a pass, or 0.")
     if not is_curve(share.curve):
         raise PlanError(
             f"{where}.curve is {share.curve}.",
             "Its pairs are (rows, seconds), both from 0, the rows rising and the seconds never falling.",
         )
-    if share.most < 0:
-        raise PlanError(f"{where}.most is {share.most}.", "Write the most rows of a pass, or 0.")
-    if min(share.held_bytes, share.peak_bytes) < 0:
-        raise PlanError(f"{where} has {share.held_bytes} and {share.peak_bytes} bytes.", "Write bytes from 0.")
     if not min(share.batch, 1) <= share.micro <= share.batch:
         raise PlanError(
             f"{where}.micro is {share.micro}, but its batch is {share.batch}.",
