@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain, count, repeat
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -79,35 +79,7 @@ class Lengths:
         return Work(float(own.sum()), 1.0, padded, padded * longest)
 
 
-class _Counted(UnevenBatchSampler):
-    """A sampler that keeps the work of each of its batches, in the order in which they are drawn."""
-
-    def count_by(self, lengths: Lengths) -> Self:
-        """Count with these lengths; returns itself."""
-        self._all_lengths = lengths
-        self.works: deque[Work] = deque()
-        return self
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """The sampler's batches, each with its work counted."""
-        for rows in super().batches():
-            self.works.append(self._all_lengths.count(rows))
-            yield rows
-
-
-class CountedSampler(_Counted):
-    """Rows in the order of the data, with the work of each pass."""
-
-
-class CountedEndlessSampler(_Counted, EndlessSampler):
-    """Endless steps on data that have fewer rows than a batch, with the work of each pass."""
-
-
-class CountedLengthSampler(_Counted, LengthSampler):
-    """Rows of global batches, dealt by their cost, with the work of each pass."""
-
-
-class _RepeatingSampler(UnevenBatchSampler):
+class RepeatingSampler(UnevenBatchSampler):
     """Endless steps on the same rows, which all ranks have."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
@@ -119,8 +91,17 @@ class _RepeatingSampler(UnevenBatchSampler):
         return repeat(self._rows, len(self))
 
 
-class OneLengthSampler(_Counted, _RepeatingSampler):
-    """Endless steps on the same rows of one length, with the work of each pass."""
+def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
+    """Have a sampler keep the work of each of its batches as `works`, in the order in which they are drawn."""
+    works, draw = deque[Work](), sampler.batches
+
+    def batches() -> Iterator[torch.Tensor]:
+        for rows in draw():
+            works.append(lengths.count(rows))
+            yield rows
+
+    vars(sampler).update(batches=batches, works=works)
+    return sampler
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
@@ -159,27 +140,24 @@ class Data:
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
         """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""
-        few = sum(sizes) > self.rows
-        if self.lengths is None:
-            if few:
-                return EndlessSampler(self.rows, sizes, rank)
-            return UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
-        if few:
-            return CountedEndlessSampler(self.rows, sizes, rank).count_by(self.lengths)
-        return CountedSampler(self.rows, sizes, rank, drop_last=True).count_by(self.lengths)
+        if sum(sizes) > self.rows:
+            sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
+        else:
+            sampler = UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
+        return sampler if self.lengths is None else count_work(sampler, self.lengths)
 
     def dealt(self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int) -> UnevenBatchSampler:
         """Global batches of as many rows, from the beginning of this epoch, dealt by cost."""
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
-        rows = CountedLengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
+        rows = LengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
         rows.set_epoch(epoch)
-        return rows.count_by(self.lengths)
+        return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
         """Endless steps on rows that are padded to this length."""
         assert self.lengths is not None
-        return OneLengthSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank).count_by(self.lengths)
+        return count_work(RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths)
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -281,7 +259,7 @@ class Batches:
                 check_rows(as_pair(each), max(1, rows))
             return batch
         pair = as_pair(send(batch, self._sent_to))
-        if not isinstance(self._sampler, CountedLengthSampler):
+        if not self._sampler.is_dealt:
             check_rows(pair, self.rows)
         return pair
 
