@@ -94,6 +94,7 @@ class Family(ABC):
     simplicity = 0  # of layouts that tie, the one with the least is chosen
     start_cost = 1.0  # to start one of its processes, as a multiple of that of a device alone
     more_children = False  # its layouts need processes that exploration doesn't start
+    in_balance = False  # `evener balance` looks at its layouts too
     explored = False  # exploration measures its layouts, and costs that only they show
     equal_shares = False  # what frameworks do by default: gains are said against it
     titled: str  # templates of `result.words`: a layout's name in tables, the beginning of the verdict,
@@ -136,6 +137,7 @@ class SoloFamily(Family):
     """One training on one device; the others are left out."""
 
     name = kind = "solo"
+    in_balance = True
     titled = "{another:best}" + BEST_SINGLE.removeprefix("best ")
     advice = "Use {devices:and}{alone:alone}, {shares:shares} samples a step"
 
@@ -165,6 +167,7 @@ class EvenFamily(Family):
     simplicity = 1
     start_cost = 1.5  # its processes have to meet
     equal_shares = True
+    in_balance = True
     titled = "{another:another}" + EVEN_SPLIT
     advice = "Split evenly over {devices:and} ({shares:shares} samples)"
 
@@ -193,6 +196,7 @@ class SplitFamily(Family):
     simplicity = 2
     start_cost = 1.5  # its processes have to meet
     explored = True
+    in_balance = True
     titled = "{another:best}" + BEST_SPLIT.removeprefix("best ")
     advice = "Split {ratios:ratios} over {devices:and} ({shares:shares} samples)"
 
@@ -213,6 +217,7 @@ class ShardFamily(Family):
     fewest_devices = 2
     simplicity = 5
     start_cost = 1.5  # its processes have to meet
+    in_balance = True
     titled = "{another:another}shards of the model"
     advice = (
         "Shard the model {states:ratios} and each batch {ratios:ratios} over {devices:and} ({shares:shares} samples)"

@@ -43,7 +43,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
         return any(family.explored for family in self.wanted)
 
 
-BALANCE = LayoutOptions(("solo", "even", "split", "shard"), scaling=False)  # what a plan needs
+BALANCE = LayoutOptions(tuple(one.name for one in FAMILIES.values() if one.in_balance), scaling=False)
 
 
 class Candidate(msgspec.Struct, frozen=True):
