@@ -237,12 +237,12 @@ class Program:
     def _view(self, loop: Any) -> RankView:
         """This rank's view of the steps since the last one."""
         guard, self._guard = self._guard, None
-        numbers = None
         if guard is not None:
             guard.close()
-            numbers = None if guard.numbers is None else (*guard.numbers, *guard.uses)
+        numbers, uses = (None, ()) if guard is None else (guard.numbers, guard.uses)
         if self.training is not None:
-            return RankView(guard.fault if guard and guard.measured else "", loop.dealer.digest, self._rates, numbers)
+            fault = guard.fault if guard and guard.measured else ""
+            return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
         fault = next((words for each in self.models if each.training and (words := views.find_fault(each))), "")
         fault = fault or loop.dealer.fault or self._fault
         if guard is not None:
@@ -250,7 +250,7 @@ class Program:
         if loop.sampler is None:
             fault = fault or views.NO_LOOP
         warning = "" if fault else views.OTHER_ROWS if loop.varies() else views.PADDED if guard and guard.padded else ""
-        return RankView(fault, loop.dealer.digest, self._rates, numbers, warning)
+        return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning)
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

@@ -47,7 +47,8 @@ class RankView(msgspec.Struct, frozen=True):
     fault: str = ""
     order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
     rates: int = 0  # a digest of the optimizers' rates
-    numbers: tuple[float, ...] | None = None  # in its loss, and beside weights, where the guard has looked
+    numbers: tuple[float, ...] | None = None  # in its loss, where the guard has looked
+    uses: tuple[float, ...] = ()  # numbers beside weights and gradients, after the backward pass
     warning: str = ""  # of what may be otherwise by shares
 
 
@@ -56,9 +57,15 @@ def find_difference(every: list[RankView]) -> str:
     for name in ("order", "rates"):
         if len({getattr(each, name) for each in every}) > 1:
             return name
-    seen = [each.numbers for each in every if each.numbers is not None]
-    alike = all(len(one) == len(seen[0]) and all(map(partial(isclose, rel_tol=NEAR), one, seen[0])) for one in seen)
-    return "" if alike else "numbers"
+    looked = [each for each in every if each.numbers is not None]
+    if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
+        return "numbers"
+    comparable = len({len(each.uses) for each in looked}) == 1  # else one rank alone has computed something, to log it
+    return "numbers" if comparable and any(not _are_near(each.uses, looked[0].uses) for each in looked) else ""
+
+
+def _are_near(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(partial(isclose, rel_tol=NEAR), one, other))
 
 
 def digest(numbers: list[float], before: int = 0) -> int:

@@ -22,7 +22,7 @@ from .measure import LossMeasure, RandomState, kept_state
 _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
-_NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow"}  # also in place, turned
+_NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow", "lerp"}  # or in place
 SINGLE = "each rank has a single row at a time, which can't be divided to compare losses"
 HALF_AGAIN = 3e-2
 
@@ -78,8 +78,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._from_model: set[int] = set()  # tensors that a model's output led to
         self._reads = self._inside = False
         self.measured = False  # the fault: parts don't add up
-        self.numbers: list[float] | None = None  # that the loss is computed with, beside the batch and the models
-        self.uses: list[float] = []  # that weights and gradients are used with after the backward pass
+        self.numbers: tuple[float, ...] | None = None  # that the loss is computed with, beside the batch and the models
+        self.uses: tuple[float, ...] = ()  # that weights and gradients are used with after the backward pass
         self.steps = False  # an optimizer, of which nothing is noted
         self.padded = False  # with its rank's other rows, and what that makes of the loss can't be computed again
         self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
@@ -109,7 +109,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         given = keywords or {}
         if self.done or self._inside:
             if self._handles and not (self._inside or self.steps):
-                self._note_use((arguments, given))
+                self._note_use(function, (arguments, given))
             return function(*arguments, **given)
         if function is torch.Tensor.backward:
             self.done = True
@@ -154,14 +154,14 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return result
         return torch.Size([RowNumber(sizes[0]), *sizes[1:]]) if isinstance(result, torch.Size) else RowNumber(result)
 
-    def _note_use(self, given: Any) -> None:
+    def _note_use(self, function: Any, given: Any) -> None:
         """Note the numbers that weights or gradients are used with, as in an average of the weights of all steps."""
-        every = _leaves(given)
+        every = _leaves(given) if _is_arithmetic(function) else []
         numbers = [float(each) for each in every if isinstance(each, int | float) and not isinstance(each, bool)]
         if numbers and (places := {_place(each) for each in every if isinstance(each, torch.Tensor)} - {0}):
             own = (each for model in self._models for weight in model.parameters() for each in (weight, weight.grad))
             if any(each is not None and _place(each) in places for each in own):
-                self.uses += numbers
+                self.uses += tuple(numbers)
 
     # ------------------------------------------------------------------ judging
 
@@ -205,7 +205,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Empty if the loss is a mean over rows; RequestError where it isn't."""
         if self._reads and any(isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)):
             return "its loss is computed in a way that can't be followed"
-        self.numbers = [number for entry in needed for number in self._find_numbers(entry)]
+        self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
         keys = [id(each) for each in self._batch]
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
 
@@ -237,9 +237,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _find_numbers(self, entry: WrittenCall) -> list[float]:
         """The numbers that a call multiplies, divides or adds to what comes from a model."""
-        name = str(getattr(entry.function, "__name__", "")).strip("_")
         arguments = _leaves((entry.arguments, entry.keywords))
-        if not {name, name[1:]} & _NUMBERS or not any(id(each) in self._from_model for each in arguments):
+        if not _is_arithmetic(entry.function) or not any(id(each) in self._from_model for each in arguments):
             return []
         constant = [each for each in arguments if isinstance(each, torch.Tensor) and id(each) not in self._made]
         plain = [each for each in arguments if isinstance(each, int | float) and not isinstance(each, RowNumber)]
@@ -291,6 +290,11 @@ def _leaves(data: Any) -> list[Any]:
     found: list[Any] = []
     _map(found.append, data)
     return found
+
+
+def _is_arithmetic(function: Any) -> bool:
+    name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
+    return bool({name, name[1:]} & _NUMBERS)
 
 
 def _place(tensor: torch.Tensor) -> int:

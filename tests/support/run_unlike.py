@@ -187,6 +187,19 @@ def clipped_by_hand() -> Any:
     return model
 
 
+@program
+def evaluated_by_one_rank() -> Any:
+    """The first rank also logs a norm of the weights, and has its own model."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load()):
+        step(optimizer, F.cross_entropy(model(x), classes))
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                F.cross_entropy(model.module(x), classes).item()
+                sum(each.pow(2).sum() for each in model.parameters())
+    return model
+
+
 class Texts(Dataset[Any]):
     """Sequences of 2 to 9 steps of six numbers each, and a class."""
 
