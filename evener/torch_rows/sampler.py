@@ -29,9 +29,7 @@ class RowOrder:
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
-        self._order = order
-        self._rows = rows
-        self._seed = seed
+        self._order, self._rows, self._seed = order, rows, seed
         self._epoch = 0
         self._drawn = self._draw(0)
         self._digest: int | None = None
@@ -105,10 +103,7 @@ class ShareSchedule:
 
     def at(self, first: int) -> tuple[int, ...]:
         """The shares of the batch that begins with the epoch's row `first`."""
-        for start, shares in reversed(self._changes):
-            if first >= start:
-                return shares
-        return self._changes[0][1]
+        return next((own for start, own in reversed(self._changes) if first >= start), self._changes[0][1])
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
         """Take these shares from the batch on that begins `rows` rows after the end of the newest one."""
@@ -143,11 +138,8 @@ class UnevenBatchSampler:
         self.length = length
         self.shares = tuple(shares)  # of loops that begin now
         self.rank = rank
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.order = order
-        self.join_tail = join_tail
+        self.shuffle, self.seed, self.order = shuffle, seed, order
+        self.drop_last, self.join_tail = drop_last, join_tail
         self.epoch = 0
         self.position = 0  # rows of this epoch that were computed before
         self.changes = False  # True if shares may change
