@@ -33,7 +33,6 @@ FINE = 64  # quanta in a mean share, or more
 FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative, of a window
 NOISE_MEMORY = 16  # windows
 CLEAR_PASSES = 0.5  # by how many more or fewer a step must differ to show what one costs
-LEAST_ROWS = 0.1  # of own work: what rows take of it, whatever passes cost
 NEAR = 0.9  # of a share: its slope is taken from there
 
 
@@ -80,7 +79,7 @@ class Rebalancer:
         self._passes = passes
         self._limits = self._walls  # rows of a pass in force, where memory has run out too
         self._extras: list[float | None] = [None] * len(shares)  # seconds of each further pass beside its rows, if seen
-        self._before: list[tuple[float, float, int]] = []  # with the last shares: own work, by the curve, passes
+        self._before: list[tuple[float, int, int]] = []  # with the last shares: own work, rows, passes
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
@@ -90,23 +89,27 @@ class Rebalancer:
         self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; none yet
         self._next_step = 0  # the first of the next window
         self._own: deque[tuple[float, ...]] = deque()  # the newest windows with these shares
-        self._planned: list[float] = []  # seconds of the shares by the curves, without what passes cost beside
+        self._planned: list[float] = []  # seconds of the shares by the curves
         self._counts: list[int] = []  # passes of the shares
-        self._begin(tuple(shares))
+        self.shares = tuple(shares)
+        self._begin(self.shares)
 
     def _begin(self, shares: tuple[int, ...]) -> None:
         if self._own:
-            self._before = list(zip(_medians(list(self._own)), self._planned, self._counts, strict=True))
+            self._before = list(zip(_medians(list(self._own)), self.shares, self._counts, strict=True))
         self.shares = shares
         self._counts = self._count_passes(shares)
-        self._planned = [
-            step_in_passes(*each, extra=0.0) for each in zip(self._curves, shares, self._counts, strict=True)
-        ]
+        self._planned = self._predict(shares)
         self._slopes = [_slope(curve, share) for curve, share in zip(self._curves, shares, strict=True)]
         self._own = deque(maxlen=FEWEST_WINDOWS)
         self._windows: deque[tuple[float, ...]] = deque(maxlen=MOST_WINDOWS)  # factors
         self._starts: deque[int] = deque(maxlen=MOST_WINDOWS)  # their first steps
         self._seen = 0  # windows with these shares
+
+    def _predict(self, shares: Sequence[int]) -> list[float]:
+        """Seconds of each rank's share by its curve, with what further passes cost beside their rows."""
+        given = zip(self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True)
+        return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
         """The passes of each share, where memory holds as many rows of one as it did last."""
@@ -128,8 +131,10 @@ class Rebalancer:
             self._limits = known
             self._begin(self.shares)
         self._own.append(tuple(own_work_s))
-        if len(self._windows) + 1 == FEWEST_WINDOWS and self._learn_extras():
-            self._windows = deque(map(self._find_factors, list(self._own)[:-1]), maxlen=MOST_WINDOWS)
+        if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn_extras():
+            self._planned = self._predict(self.shares)
+            self._windows.clear()
+            self._windows.extend(self._find_factors(own) for own in list(self._own)[:-1])
         factors = self._find_factors(own_work_s)
         self._note_noise(factors)
         self._windows.append(factors)
@@ -145,34 +150,30 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn what a further pass costs from a step in more or fewer of them than before; True if that was seen.
 
-        With own work F * t(rows in k passes) + (k - 1) * extra before and after, F drops out.
+        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after; F drops out of its ratio.
         """
-        learned = False
-        for rank, (own, by_curve, count) in enumerate(self._before):
-            share = self._planned[rank] / by_curve
-            more = self._counts[rank] - 1 - (count - 1) * share
-            if self._counts[rank] != count and abs(more) >= CLEAR_PASSES:
-                now = _medians(list(self._own))[rank]
-                self._extras[rank], learned = max(0.0, (now - own * share) / more), True
+        learned, guess = False, self._list_extras() if any(each is not None for each in self._extras) else None
+        for rank, (own, share, count) in enumerate(self._before):
+            ratio, now = _medians(list(self._own))[rank] / own, self._counts[rank]
+            more = (now - 1) - ratio * (count - 1)
+            if now != count and abs(more) >= CLEAR_PASSES:
+                curve = self._curves[rank]
+                rows = ratio * step_in_passes(curve, share, count, 0.0) - step_in_passes(
+                    curve, self.shares[rank], now, 0.0
+                )
+                seen = max(0.0, rows / more)  # the device's speed may have changed meanwhile
+                self._extras[rank], learned = seen if guess is None else (guess[rank] + seen) / 2, True
         self._before = []
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Seconds of each rank's further passes; the mean of the others' where they weren't seen."""
+        """Seconds of each rank's further passes by its curve; the mean of the others' where they weren't seen."""
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
         return [usual if each is None else each for each in self._extras]
 
     def _find_factors(self, own_work_s: Sequence[float]) -> tuple[float, ...]:
-        """How many times as long as by its curve each rank took, without what further passes cost."""
-        beside = map(mul, self._list_extras(), (count - 1 for count in self._counts))
-        each = zip(own_work_s, beside, self._planned, strict=True)
-        return tuple(max(own - extra, own * LEAST_ROWS) / planned for own, extra, planned in each)
-
-    def _add_extras(self, seconds: Sequence[float], counts: Sequence[int]) -> list[float]:
-        return [
-            each + (count - 1) * extra for each, count, extra in zip(seconds, counts, self._list_extras(), strict=True)
-        ]
+        return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
         """Follow the standard deviation of each rank's windows by how much two in a row differ."""
@@ -191,12 +192,13 @@ class Rebalancer:
         if max(self._counts) == 1 and self._hope(factors) < needed:  # passes come and go by leaps
             return None
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
-        extras, batch = self._list_extras(), sum(self.shares)
+        extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
         shares = solve_shares(curves, batch, self._limits, self._passes, self._quantum, extras)
         if shares is None or shares == self.shares:
             return None
-        gain = self._gain(recent, shares)
-        if gain < needed or any(self._gain([one], shares) <= 0 for one in recent[-2:]):
+        seconds = self._predict(shares)
+        gain = self._gain(recent, seconds)
+        if gain < needed or any(self._gain([one], seconds) <= 0 for one in recent[-2:]):
             return None
         return shares, factors, gain
 
@@ -217,15 +219,10 @@ class Rebalancer:
             return share <= self._quantum
         return not self._passes and share + self._quantum > self._walls[rank]
 
-    def _gain(self, windows: Sequence[Sequence[float]], shares: Sequence[int]) -> float:
-        """The gain of these windows if each rank had had these shares."""
-        counts = self._count_passes(shares)
-        seconds = [step_in_passes(*each, extra=0.0) for each in zip(self._curves, shares, counts, strict=True)]
-        before, after = (
-            math.fsum(max(self._add_extras(list(map(mul, window, times)), each)) for window in windows)
-            for times, each in ((self._planned, self._counts), (seconds, counts))
-        )
-        return before / after - 1
+    def _gain(self, windows: Sequence[Sequence[float]], seconds: Sequence[float]) -> float:
+        """The gain of these windows if each rank's curve had given it these seconds."""
+        before = math.fsum(max(map(mul, window, self._planned)) for window in windows)
+        return before / math.fsum(max(map(mul, window, seconds)) for window in windows) - 1
 
     def _change(self, shares: tuple[int, ...], factors: tuple[float, ...], gain: float, span: int) -> Change:
         soon = self._seen < SOON * self._patience

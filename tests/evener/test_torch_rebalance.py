@@ -98,11 +98,17 @@ def test_steps_after_memory_ran_out_move_no_shares(monkeypatch: pytest.MonkeyPat
     assert all(rows == pytest.approx(102, abs=8) for rows in shares[1:]), "it never got too few"
 
 
-@pytest.mark.parametrize(("a_pass", "a_row", "best"), [(7.7e-3, 0.135e-3, (160, 96)), (20e-3, 0.02e-3, (192, 64))])
+@pytest.mark.parametrize(
+    ("a_pass", "a_row", "slow", "best"),
+    [(7.7e-3, 0.135e-3, 1.0, (160, 96)), (7.7e-3, 0.135e-3, 2.5, (160, 96)), (20e-3, 0.02e-3, 1.0, (192, 64))],
+)
 def test_passes_that_cost_the_host_the_same_however_few_rows_take_no_more_rows_than_pay(
-    monkeypatch: pytest.MonkeyPatch, a_pass: float, a_row: float, best: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, a_pass: float, a_row: float, slow: float, best: tuple[int, int]
 ) -> None:
-    """A neighbour leaves memory for 32 rows at once to one rank; passes are whole again when it has gone."""
+    """A neighbour leaves memory for 32 rows at once to one rank, and slows the host while it starts.
+
+    Passes are whole again when it has gone.
+    """
     comes, noise = 60, random.Random(0)
 
     def limit(step: int, rank: int) -> int | None:
@@ -110,7 +116,8 @@ def test_passes_that_cost_the_host_the_same_however_few_rows_take_no_more_rows_t
 
     def own(step: int, rank: int, rows: int) -> float:
         passes = -(-rows // min(160, limit(step, rank) or 160))  # a quarter more than at first, without a plan
-        return (passes * a_pass + rows * a_row) * noise.gauss(1.0, 0.01)
+        host = slow if comes <= step < comes + 80 else 1.0
+        return (passes * a_pass * host + rows * a_row) * noise.gauss(1.0, 0.01)
 
     seen = lockstep_ranks.train(monkeypatch, (128, 128), 500, own, {comes: 1}, limit)
     shares = list(dict.fromkeys(seen))
