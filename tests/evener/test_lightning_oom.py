@@ -44,7 +44,7 @@ def trained(trainer_ranks: Run) -> list[list[Any]]:
 def test_it_learns_what_a_training_learns_whose_memory_suffices(expected: Any, trained: Any, name: str) -> None:
     wanted, within = expected[name], WITHIN.get(name, 1e-12)
     ranks = [rank[name] for plan in trained for rank in plan if name in rank]
-    assert sum(rank["burst"] for rank in ranks) >= 10
+    assert sum(rank["burst"] for rank in ranks) >= 5
     for rank in ranks:
         for mine, its in zip(rank["weights"], wanted["weights"], strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=within)

@@ -151,7 +151,6 @@ class Case(msgspec.Struct, frozen=True):
     texts: bool = False
     validate: bool = False
     compiled: bool = False
-    alone: bool = False  # not with other ranks
     resume_after: int = 0
     within: float = 1e-12
 
@@ -162,7 +161,7 @@ CASES = {
     "tokens": Case(Tokens, {"accumulate_grad_batches": 2}, loader={"collate_fn": pad_texts}, texts=True),
     "validated": Case(lambda: Module(False), {"val_check_interval": 2}, validate=True),
     "compiled": Case(lambda: Silent(False), compiled=True),
-    "skipped": Case(lambda: Skips(False), alone=True),
+    "skipped": Case(lambda: Skips(False)),
     "resumed": Case(lambda: Module(False), resume_after=8),
     "bf16": Case(lambda: Module(False).float(), {"precision": "bf16-mixed"}, within=0.05),
     "fp16": Case(lambda: Module(False).float(), {"plugins": "fp16"}, within=0.05),
@@ -170,6 +169,8 @@ CASES = {
 
 
 ALONE = ("figures", "columns", "skipped")  # what one device trains too
+AT_ONCE = ("figures", "columns", "compiled", "bf16")  # of two devices, whose shares are one pass at first
+IN_PASSES = ("figures", "tokens", "validated", "resumed", "fp16")  # of two devices, from the start
 
 
 def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
@@ -220,10 +221,8 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     """Every program as one rank."""
     torch.set_num_threads(1)
     retreat.CLEAN_STEPS = 1
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if name in ALONE if len(shares) == 1 else not case.alone:
-            found[name] = fit(case, Split(make_plan(shares, micros)), str(folder / name), rank)
+    names = ALONE if len(shares) == 1 else AT_ONCE if shares == micros else IN_PASSES
+    found = {name: fit(CASES[name], Split(make_plan(shares, micros)), str(folder / name), rank) for name in names}
     retreat.CLEAN_STEPS = 0
     if shares == micros:
         larger = [4 * each for each in shares]
