@@ -153,6 +153,7 @@ def _count_steps(x: Tensors) -> int | None:
 PREFETCHED_BATCHES = 2
 MOST_THREADS = 4  # that gather rows at once
 
+as_it_is = tf.autograph.experimental.do_not_convert  # functions without tensors in their conditions: a faster start
 Take = Callable[[Any, Any, Any], Any]  # epoch, first row, row after the last -> an element of a dataset
 
 
@@ -202,9 +203,7 @@ class ArrayBatches:
         return self._dataset(take_dealt, endless=False)
 
     def _dataset(self, take: Take, endless: bool) -> Any:
-        numbers = self._once()
-        if endless:
-            numbers = tf.data.Dataset.counter(dtype=tf.int64).map(lambda n: (n // self.steps, n % self.steps))
+        numbers = self._endless() if endless else self._once()
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
         def make(epoch: Any, step: Any) -> Any:
@@ -212,14 +211,20 @@ class ArrayBatches:
                 start = step * self.batch
                 return take(epoch, start, tf.minimum(start + self.batch, self.rows))
 
-        dataset = numbers.map(make, num_parallel_calls=threads, deterministic=True).prefetch(PREFETCHED_BATCHES)
+        batches = numbers.map(as_it_is(make), num_parallel_calls=threads, deterministic=True)
+        dataset = batches.prefetch(PREFETCHED_BATCHES)
         return dataset.with_options(_own_threads(threads)) if endless else dataset
+
+    def _endless(self) -> Any:
+        """The steps of one epoch after another."""
+        count = tf.data.Dataset.counter(dtype=tf.int64)
+        return count.map(as_it_is(lambda number: (number // self.steps, number % self.steps)))
 
     def _once(self) -> Any:
         """The steps of one epoch; each iteration is another epoch."""
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
-        numbers = epoch.flat_map(lambda number: steps.map(lambda step: (number, step)))
+        numbers = epoch.flat_map(as_it_is(lambda number: steps.map(as_it_is(lambda step: (number, step)))))
         return numbers.apply(tf.data.experimental.assert_cardinality(self.steps))
 
     def _take(self, tensors: Any, epoch: Any, start: Any, stop: Any) -> Any:

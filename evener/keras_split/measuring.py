@@ -7,6 +7,7 @@ takes the batch as if nothing had been; nothing is drawn from the user's pipelin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -207,10 +208,30 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
             first, batches = peek(batches, engine.model.steps_per_execution)
             if first is not None:
                 check_batch(engine, first, device, training)
+                with tf.device(device):
+                    build_variables(engine.model, _read_triple(first), training)
             measured = True
         return run(batches)
 
     return run_checked
+
+
+def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
+    """Make the variables of optimizer, losses and metrics from a row of (x, y, weight); errors are left to the step.
+
+    TensorFlow would trace a step twice that makes variables.
+    """
+    with suppress(Exception):
+        if training and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        x, y = cut_rows(data[:2], 0, 1)
+        missing = [
+            part for part in (model._compile_loss, model._compile_metrics) if part is not None and not part.built
+        ]
+        if missing and y is not None:
+            outputs = _call(model, x, training).outputs
+            for part in missing:
+                part.build(y, outputs)
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
@@ -250,14 +271,19 @@ def _find(engine: Any, first: Tensors, device: str, training: bool) -> PartKinds
     chosen = weights.index(max(weights))
     text = b""
     if group is None or group.rank == chosen:
-        data = first.data if isinstance(first, OwnRows | DealtArrays) else first
-        triple = keras.utils.unpack_x_y_sample_weight(data)
         with tf.device(device):
-            batch = tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
+            batch = _read_triple(first)
             whole = int(first.rows) if isinstance(first, OwnRows) else 0
             found = measure(engine.model, batch, training, _is_partial(engine, training), whole)
         text = msgspec.json.encode(found)
     return msgspec.json.decode(text if group is None else group.share_text(text, chosen), type=PartKinds)
+
+
+def _read_triple(first: Tensors) -> Tensors:
+    """(x, y, weight) of a batch, as tensors."""
+    data = first.data if isinstance(first, OwnRows | DealtArrays) else first
+    triple = keras.utils.unpack_x_y_sample_weight(data)
+    return tf.nest.map_structure(lambda each: None if each is None else _to_tensor(each), triple)
 
 
 def _to_tensor(each: Any) -> Any:

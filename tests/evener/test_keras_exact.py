@@ -182,6 +182,11 @@ def test_towers_average_moving_statistics_by_rows(proofs: Any) -> None:
     assert found["variance"] <= 1e-3
 
 
+def test_fit_traces_its_step_once(proofs: Any) -> None:
+    """Variables of optimizer and metrics are made before it: TensorFlow traces a step twice that makes some."""
+    assert proofs("towers")[0]["batch normalization"]["traces"] == 1
+
+
 def test_every_device_does_its_own_heavy_work(proofs: Any) -> None:
     """Forward and backward of each share are placed on its device, not drawn onto the first."""
     found = proofs("towers")[0]["placed"]

@@ -15,8 +15,8 @@ skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all processes, on a machine that may be busy
 
 CASES = [
-    *("metrics of batches, maxima and x", "confusion matrices and weights", "metric of a layer"),
-    *("losses of single outputs", "large outputs", "evaluate alone, figures of batches, asked again, steps_per_epoch"),
+    *("metrics of batches, maxima, x and a layer", "confusion matrices and weights", "losses of single outputs"),
+    *("large outputs", "evaluate alone, figures of batches, asked again, steps_per_epoch"),
     *("evaluate alone, without weights", "stop by a figure, EarlyStopping, stop in one process, after an epoch"),
     *("checkpoints", "weights of small kinds", "ragged rows", "pandas"),
 ]

@@ -66,11 +66,10 @@ class OwnMetrics(keras.Sequential):
         return super().compute_metrics(x, y, y_pred, sample_weight) | {"input": ops.max(x)}
 
 
-def regression(metrics: Any = ("mae", deviation, Largest), base: Any = keras.Sequential, **compiled: Any) -> Model:
-    """One layer, four numbers to one."""
-    model = base([keras.Input((4,)), layers.Dense(1)])
-    made = [each() if isinstance(each, type) else each for each in metrics]
-    model.compile(compiled.pop("optimizer", "sgd"), "mse", metrics=made, **compiled)
+def regression(optimizer: str = "sgd") -> Model:
+    """One layer, four numbers to one, and a metric that Keras sums over rows."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    model.compile(optimizer, "mse", metrics=["mae"])
     return with_variables(model, X, Y)
 
 
@@ -255,9 +254,9 @@ class Watched(layers.Layer):
 
 
 def watched() -> Model:
-    """A metric inside the model."""
-    model = keras.Sequential([keras.Input((4,)), Watched(), layers.Dense(1)])
-    model.compile("sgd", "mse", metrics=[Largest()])
+    """Metrics inside the model, of its inputs, of the whole batch, and a maximum."""
+    model = OwnMetrics([keras.Input((4,)), Watched(), layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae", deviation, Largest()])
     return with_variables(model, X, Y)
 
 
@@ -344,14 +343,9 @@ def fit_wide(model: Model) -> Figures:
     return fit(model, y=np.repeat(Y[:, None], 9000, 1))
 
 
-def by_mae() -> Model:
-    """A metric that Keras sums over rows."""
-    return regression(("mae",))
-
-
 def by_adam() -> Model:
     """A model whose optimizer has states to restore."""
-    return regression(("mae",), optimizer="adam")
+    return regression("adam")
 
 
 def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
@@ -360,24 +354,23 @@ def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
 
 
 CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
-    "metrics of batches, maxima and x": (lambda: regression(base=OwnMetrics), validated),
+    "metrics of batches, maxima, x and a layer": (watched, validated),
     "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
-    "metric of a layer": (watched, validated),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
     "large outputs": (wide, fit_wide),
     "evaluate alone, figures of batches, asked again, steps_per_epoch": (
-        by_mae,
+        regression,
         in_turn(evaluate_alone, batch_figures, results_twice, some_steps),
     ),
     "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
     "stop by a figure, EarlyStopping, stop in one process, after an epoch": (
-        by_mae,
+        regression,
         in_turn(stops(lambda _: StopBelow()), early, stops(StopInOne), stops(StopInOneEpoch)),
     ),
     "checkpoints": (by_adam, saved),
     "weights of small kinds": (small_kinds, fit),
     "ragged rows": (ragged_model, fit_ragged),
-    "pandas": (by_mae, frames),
+    "pandas": (regression, frames),
 }
 
 
@@ -399,7 +392,7 @@ def prove(_: int, folder: str) -> dict[str, Any]:
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
         found[name] = train_twice(split, make, run)
-    found["stopped by NaN"] = overflowing(split.build(by_mae))
+    found["stopped by NaN"] = overflowing(split.build(regression))
     return found | {
         "refused": refused(split),
         "half": half(split),
@@ -416,7 +409,7 @@ def measured(engine: str) -> tuple[list[str], float]:
         warnings.simplefilter("always")
         split = Split(plan)
     report = Report(split)
-    report.set_model(split.build(by_mae))
+    report.set_model(split.build(regression))
     said = [str(each.message) for each in seen if each.category is SplitWarning]
     return said, report._describe().plan_samples_per_second
 
@@ -472,7 +465,7 @@ def refused(split: Split) -> dict[str, str]:
         "shards": lambda model: model.fit(parts, verbose=0),
         "nothing": lambda model: model.fit(batches(Y), verbose=0),
     }
-    found, model = {}, split.build(by_mae)
+    found, model = {}, split.build(regression)
     for name, action in tried.items():
         try:
             found[name] = ""

@@ -31,7 +31,7 @@ from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
-from tests.support.keras_twice import leave_graphs_alone, train_twice, with_variables
+from tests.support.keras_twice import count_traces, leave_graphs_alone, train_twice, with_variables
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -216,11 +216,12 @@ def batch_normalization(split: Split) -> dict[str, float]:
     """Moving averages of one step: the mean over all rows, whatever the shares."""
     make = lambda: network(optimizers.SGD(0.0), extra=[layers.BatchNormalization()])  # noqa: E731
     one, many = make(), split.build(make)
+    traces = count_traces(many)
     for model in (one, many):
         model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
     mean = float(np.abs(one.layers[0].moving_mean.numpy() - many.layers[0].moving_mean.numpy()).max())
     variance = float(np.abs(one.layers[0].moving_variance.numpy() - many.layers[0].moving_variance.numpy()).max())
-    return {"mean": mean, "variance": variance}
+    return {"mean": mean, "variance": variance, "traces": len(traces)}
 
 
 def dropout(split: Split) -> dict[str, float]:

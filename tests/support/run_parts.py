@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch._dynamo  # once, before ranks are forked: DistributedDataParallel asks it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it

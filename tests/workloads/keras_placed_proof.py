@@ -12,6 +12,7 @@ from evener.workloads.keras_backend.models import resnet50
 from evener.workloads.keras_backend.two_tower import PlacedEngine, added, build, model, reviews
 from evener.workloads.profiling import profile
 from evener.workloads.protocol import Place
+from tests.support.keras_twice import with_variables
 
 SIZES: dict[str, int] = {"vocabulary": 200, "words": 40, "embedding": 8, "filters": 4, "kernel": 3, "dense": 16}
 SMALL: dict[str, Any] = {**SIZES, "learning_rate": 0.01}
@@ -39,12 +40,8 @@ def gradients(workload: Any, start: list[Any]) -> float:
     x, y = reviews(12, SMALL["words"], SMALL["vocabulary"])
     variables = [variable.value for variable in workload.model.trainable_variables]
 
-    @tf.function
-    def placed(x: Any, y: Any) -> Any:
-        loss, pairs = workload.engine.gradients(x, y)
-        return loss, [tf.convert_to_tensor(total) for total in added(pairs, variables)]
-
-    loss, found = placed([tf.constant(each) for each in x], tf.constant(y))
+    loss, pairs = workload.engine.gradients([tf.constant(each) for each in x], tf.constant(y))
+    found = [tf.convert_to_tensor(total) for total in added(pairs, variables)]
     plain = model(**SMALL)
     plain.set_weights(start)
     with tf.GradientTape() as tape:
@@ -56,8 +53,8 @@ def gradients(workload: Any, start: list[Any]) -> float:
 
 def by_hand() -> float:
     """How far a step of the table's Adam is from Adam's formula on the summed gradient, every word many times."""
-    network = model(**SMALL)
     x, y = reviews(64, SMALL["words"], SMALL["vocabulary"])
+    network = with_variables(model(**SMALL), tuple(map(tf.constant, x)), y)
     table = network.trainable_variables[0].value
     before = np.array(table)
     with tf.GradientTape() as tape:
@@ -81,9 +78,9 @@ class Known:
 
 def trained(workload: Any, start: list[Any]) -> float:
     """The largest difference of a weight after three steps of Adam through the workload itself, on its own batches."""
-    plain = model(**SMALL)
-    plain.set_weights(start)
     known = Known()
+    plain = with_variables(model(**SMALL), *next(iter(known.batches(None, 2))))
+    plain.set_weights(start)
     workload.data = known
     workload.prepare([8, 8])
     for _ in range(3):

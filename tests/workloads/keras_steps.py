@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from evener.balancer.probes.failures import error_is_memory, one_line
 from evener.keras_split import make_logical_cpus, model_digest
@@ -17,7 +16,7 @@ from evener.workloads.keras_backend.models import maxer
 from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
-from tests.support.keras_twice import leave_graphs_alone
+from tests.support.keras_twice import count_traces, leave_graphs_alone
 from tests.workloads.keras_placed_proof import placed
 
 OWN = """
@@ -177,20 +176,6 @@ def lose(folder: str) -> list[bool]:
     return [*found, workload.loss_is_finite()]
 
 
-def count_traces(workload: Any) -> list[int]:
-    """Grows with each trace of the training step from here on; the check before the first step traces nothing."""
-    traces: list[int] = []
-    loss = workload.model.compute_loss
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        if not tf.executing_eagerly():
-            traces.append(1)
-        return loss(*arguments, **keywords)
-
-    workload.model.compute_loss = counted
-    return traces
-
-
 def fed(folder: str, name: str) -> Callable[[], Any]:
     """Build and step a model on what the user's `training_data` gives: more rows than it has, and fewer."""
     path = Path(folder) / f"fed_{name.replace(' ', '_')}.py"
@@ -218,7 +203,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
     leave_graphs_alone()
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     workload = build("keras_mnist", settings=small)
-    traces = count_traces(workload)
+    traces = count_traces(workload.model)
     seen = losses(workload, (64,), 70)
     memory = workload.max_memory_bytes()
     for share in (5, 64, 7):
@@ -327,7 +312,7 @@ def group(rank: int, *peers: str) -> dict[str, Any]:
     """One process of a group, which steps with shares that change."""
     leave_graphs_alone()
     workload = build("keras_mnist", rank=rank, peers=peers, settings={"filters": 4, "dense": 16})
-    traces = count_traces(workload)
+    traces = count_traces(workload.model)
     sizes = (((9, 3), ()), ((1, 16), (1, 5)), ((30, 2), ()), ((9, 3), (2, 3)))
     seen = [losses(workload, shares, 3, micro)[-1] for shares, micro in sizes]
     weights = float(np.sum([np.abs(weight).sum() for weight in workload.model.get_weights()]))

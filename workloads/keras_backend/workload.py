@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from evener.keras_split.compatibility import all_layers, model_digest
+from evener.keras_split.measuring import build_variables
 from evener.keras_split.tf_devices import make_logical_cpus
 
 from ..memory import GpuMemory, MemoryMeter
@@ -45,7 +46,7 @@ class KerasWorkload:
             self.model = build_model()
             if not self.model.built:
                 self.model(as_arrays(sample_batch(1))[0])
-            self.model.optimizer.build(self.model.trainable_variables)
+            build_variables(self.model, keras.utils.unpack_x_y_sample_weight(as_arrays(sample_batch(1))))
         self.engine.attach(self.model, as_arrays(sample_batch(2)))
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
         self._sent: Any = None  # a batch in the devices' memory
