@@ -117,13 +117,16 @@ def main() -> None:
         if step == WARM_UP + STEPS - 1:
             break
     rate = STEPS * split.global_batch / (time.perf_counter() - started)
-    allocated = torch.cuda.max_memory_allocated() / 2**30 if split.device.type == "cuda" else 0.0
+    allocated = torch.cuda.max_memory_allocated() if split.device.type == "cuda" else 0
+    share, held = split._planned.shares.share, model.exchange.held.peak
     found = {
         "rank": split.rank,
         "rows": split.shares[split.rank],
         "cap GiB": cap,
-        "allocated GiB": round(allocated, 2),
-        "ledger GiB": round(model.exchange.held.peak / 2**30, 2),
+        "allocated GiB": round(allocated / 2**30, 2),
+        "to the plan's peak": round(allocated / max(1, share.peak_bytes), 4),
+        "ledger GiB": round(held / 2**30, 2),
+        "to the plan's ledger": round(held / max(1, share.held_bytes), 4),
         "samples/s": round(rate, 2),
         "plan": round(split.plan.throughput.samples_per_second, 2) if split.plan else 0.0,
     }

@@ -4,6 +4,7 @@
     python -m benchmarks.shards fit  [--ranks 2] [--caps 24 8] [--params 1.6e9] [--equal]
     python -m benchmarks.shards sweep [--caps 60 20]              # on CPUs, by evener's own ledger
     python -m benchmarks.shards exact [--ranks 2] [--folder DIR]
+    python -m benchmarks.shards abort [--ranks 2]                 # the last rank runs out of memory in a unit
 
 Over NCCL with a GPU for each rank, over gloo with `--one-gpu` for all ranks or none. Caps are GiB of a GPU's
 allocator, MB of the ledger on CPUs. `fit` makes the model on the meta device, so no host holds it.
@@ -150,7 +151,7 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
         model = split.shard(model, state=parts, dtype=dtype, units=options.units)
         draw(model)
         way = Way(model, split, split.shares, None)
-        outcome["losses"] = [way.step() for _ in range(3)]
+        outcome["losses"] = [way.step() for _ in range(2 if options.one_gpu else 3)]
         held = model.exchange.held
         outcome |= {
             "ledger GiB": round(held.peak / 2**30, 3),
@@ -241,11 +242,30 @@ def exact(options: argparse.Namespace) -> dict[str, Any]:
     return {"differs": max((float((state[name] - expected[name].cpu()).abs().max()) for name in state), default=0.0)}
 
 
+def abort(options: argparse.Namespace) -> dict[str, Any]:
+    """Train until the last rank asks for more memory than there is, in a unit's forward pass."""
+    split = make_split([1] * options.ranks, options)
+    way = shards(split, options, (1,) * options.ranks, (1.0,) * options.ranks, None)
+    if split.rank == options.ranks - 1:
+        calls: list[int] = []
+
+        def run_out(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == WARM_UP * options.layers:
+                torch.empty(1 << 50, dtype=torch.uint8, device=split.device)
+
+        for layer in way.model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                layer.register_forward_hook(run_out)
+    return {"losses": [way.step() for _ in range(3 * WARM_UP)]}
+
+
 RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "step": steps,
     "fit": fit,
     "sweep": sweep,
     "exact": exact,
+    "abort": abort,
 }
 
 
@@ -282,6 +302,11 @@ def main() -> None:
     ranks = start("benchmarks.shards", options.ranks, *sys.argv[1:], "--rank", more=more)
     while None in [each.poll() for each in ranks] and not any(each.poll() for each in ranks):
         time.sleep(0.1)
+    began = time.monotonic()
+    if options.run == "abort":
+        while None in [each.poll() for each in ranks] and time.monotonic() < began + 60:
+            time.sleep(0.1)
+        print(f"{time.monotonic() - began:.1f} s after the first, exit codes {[each.poll() for each in ranks]}")
     for each in ranks:
         if any(other.poll() for other in ranks):
             each.kill()  # over NCCL it would wait for the one that failed; torchrun and evener launch end it too

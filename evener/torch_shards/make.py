@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import check_ratios
-from ..torch_split.collectives import is_equal_everywhere, own_collectives
+from ..torch_split.collectives import end_with_others, is_equal_everywhere, own_collectives
 from ..torch_split.exchange import register
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import return_memory
@@ -48,6 +48,8 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
     )
     training.timer.has_own_work = False
+    if place.on_nccl:
+        end_with_others(training.device)
     return model
 
 

@@ -163,7 +163,9 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 
 ENDED, LOST = "evener/ended", "evener/lost"  # keys in the group's store: a rank's own error; it has lost the others
 WAIT_SECONDS = 3.0  # for what the other ranks have to say
+LOOK_SECONDS = 1.0  # between looks for what they have to say
 STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
+_RANK_0_ENDED = "rank 0 ended, and this rank can't go on without it: it was killed, or its output says why."
 _LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
 
 
@@ -218,6 +220,38 @@ def end_when_stuck() -> None:
     Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
 
 
+@cache
+def end_with_others(device: torch.device) -> None:
+    """Let this process end soon after another rank's error where NCCL would have it wait for that rank for minutes."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def is_stuck() -> bool:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.default_stream(device))
+        time.sleep(WAIT_SECONDS)
+        return dist.is_initialized() and not done.query()
+
+    def watch() -> None:
+        say(f"evener: {await_end(store, rank, world, is_stuck)}")
+        os._exit(1)
+
+    Thread(target=watch, name="evener-others", daemon=True).start()
+
+
+def await_end(store: Any, rank: int, world: int, is_stuck: Callable[[], bool], seconds: float = LOOK_SECONDS) -> str:
+    """Wait until another rank has noted its error, or the store is gone, and this rank is stuck; returns a sentence."""
+    others = [f"{ENDED}/{each}" for each in range(world) if each != rank]
+    while True:
+        time.sleep(seconds)
+        try:
+            if any(store.check([each]) for each in others) and is_stuck():
+                return _find_ended(store, rank, world)
+        except RuntimeError:  # the store went with rank 0
+            if is_stuck():
+                return _RANK_0_ENDED
+
+
 def _explain_ranks(error: Exception) -> None:
     """Note this rank's own error for the others, or say whose error is behind it."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -231,7 +265,7 @@ def _explain_ranks(error: Exception) -> None:
             store.set(f"{ENDED}/{rank}", f"{type(error).__name__}: {line}".rstrip(": ."))
     except (RuntimeError, ValueError):  # of a store that has gone with the process that it was in
         if lost and rank:
-            say("evener: rank 0 ended, and this rank can't go on without it: it was killed, or its output says why.")
+            say(f"evener: {_RANK_0_ENDED}")
 
 
 def _find_ended(store: Any, rank: int, world: int) -> str:
