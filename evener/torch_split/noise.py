@@ -22,6 +22,7 @@ from .buckets import Bucket
 from .collectives import note_own
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
+_AT_ONCE = 1 << 22  # numbers that are multiplied
 
 
 class NoiseSampler:
@@ -184,9 +185,9 @@ class PassNoise(NoiseSampler):
         last, before = self._passes[-1], self._exchange().held.before(place)
         self._mixed |= place in last.places
         last.places.add(place)
-        last.norms.append(_norm(gradient))
+        last.norms.append(_norm(gradient.detach()))
         if before is not None:
-            self._products.append(_multiply(before, gradient))
+            self._products.append(_multiply(before.detach(), gradient.detach()))
 
     def _end_step(self) -> None:
         passes = [each for each in self._passes if each.places]
@@ -244,10 +245,14 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The real part of the scalar product, in float32 at least."""
+    """The real part of the scalar product, in float32 at least; a part at a time, as memory may be short."""
     wide = _WIDER.get(one.dtype, one.dtype)
-    product = one.detach().to(wide) * other.to(one.device, wide).conj()
-    return (product.coalesce().values() if product.is_sparse else product).sum().real
+    if one.is_sparse or other.is_sparse:
+        return (one * other).coalesce().values().to(wide).sum().real
+    one, other = torch.atleast_1d(one, other)
+    rows = max(1, _AT_ONCE * len(one) // max(1, one.numel()))
+    pairs = zip(one.split(rows), other.split(rows), strict=True)
+    return torch.stack([(some.to(wide) * more.to(wide).conj()).sum() for some, more in pairs]).sum().real
 
 
 def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
