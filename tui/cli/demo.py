@@ -44,7 +44,7 @@ def _print_demo(ascii_only: bool) -> None:
 
     from ..runtime.simulated_training import PAIR, TrainingSource
     from .monitor import draw_reading
-    from .replay import print_events
+    from .runs import print_events
 
     with closing(Session(open_run(Request(devices=PAIR)))) as session:
         finished = print_events(session.events())

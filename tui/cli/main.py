@@ -38,7 +38,7 @@ _MODULES = {  # of the commands, in the order of --help
     "run": "launch",
     "export": "runs",
     "report": "runs",
-    "replay": "replay",
+    "replay": "runs",
     "runs": "runs",
     "demo": "demo",
 }

@@ -1,15 +1,17 @@
-"""`evener runs`, `export` and `report`: past runs listed, shown, annotated, deleted; a run's plan and its page."""
+"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, annotated, deleted, written and replayed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import msgspec
 import typer
 
+from evener.balancer import journal
+from evener.balancer.events import Event, Finished
 from evener.balancer.number_format import duration, rate
 from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
@@ -21,9 +23,12 @@ from evener.plan.file import Format, to_json, to_toml
 
 from ..text.formatting import align, folded, harmless_json, json_text, note_words, plain, toml_text
 from ..text.parsing import parse_duration, parse_words
-from ..text.summaries import observation_words, summary_lines, training_report
-from .options import JsonOption, RunName
-from .output import check_new, check_plan_file, check_replaceable, terminal_columns
+from ..text.summaries import Progress, observation_words, summary_lines, training_report
+from .options import AsciiOption, JsonOption, RunName, ThemeOption
+from .output import check_new, check_plan_file, check_replaceable, draws_screens, terminal_columns
+
+if TYPE_CHECKING:
+    from ..screens.runs import ReplayScreen
 
 _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "workload": lambda one: one.workload,
@@ -286,3 +291,45 @@ def report(
     check_new(output, force)
     save_report(run_id, output)
     print(f"evener: report written to {plain(str(output))}", file=sys.stderr)
+
+
+@app.command()
+def replay(
+    source: Annotated[str, typer.Argument(metavar="FILE|RUN", help="A journal, or a run by its id, or `last`.")],
+    speed: Annotated[float, typer.Option("--speed", min=0.1, max=1000.0, help="Times faster than it ran.")] = 8.0,
+    as_text: Annotated[bool, typer.Option("--plain", help="Print text, on a terminal too.")] = False,
+    ascii_only: AsciiOption = False,
+    theme: ThemeOption = None,
+) -> None:
+    """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is measured."""
+    from evener.balancer.intake import read_job
+
+    from ..runtime.sessions import read_run, recorded_events
+
+    named = Path(source).is_file() or "/" in source
+    record = journal.read(Path(source), foreign=True) if named else read_run(source)
+    read_job(record.header)  # its faults are raised before the screen opens
+    if as_text or not draws_screens():
+        print_events(recorded_events(record))
+        return
+    from ..start import run_app
+
+    raise typer.Exit(run_app("auto", theme=theme, opens=lambda: _screen(record, speed), ascii=ascii_only))
+
+
+def _screen(record: journal.Record, speed: float) -> ReplayScreen:
+    from ..screens.runs import ReplayScreen
+
+    return ReplayScreen(record, speed)
+
+
+def print_events(events: Iterable[Event]) -> Finished | None:
+    """Print the lines of a session at once, and its result, which is returned."""
+    progress = Progress()
+    for event in events:
+        if (line := progress.take(event)) is not None:
+            print(plain(line), file=sys.stderr)
+    if (finished := progress.state.finished) is not None:
+        lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns(), finished.findings)
+        print("\n".join(lines))
+    return finished
