@@ -88,18 +88,23 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
     found = _TERM.fullmatch(body)
     kind = found[1].lower() if found else ""
     if found is None or kind not in ("auto", *BACKENDS):
-        for backend in all_backends() if "-" in body else ():
-            if body.lower().startswith(backend.id_prefixes):
-                return Term(backend.kind, body, limit, host=before.host if before else None)
-        if before is not None and before.pick:
-            return Term(before.kind, body, limit, before.slices, before.host)
-        raise RequestError(f"{body!r} is not a device.", REMEDY)
+        return _parse_pick(body, limit, before)
     pick = (found[4] or "").strip()
     if (found[3] and not pick) or (kind == "sim" and not pick):
         raise RequestError(f"{body!r} names no device after the colon.", REMEDY)
     if (found[2] and kind != "cpu") or (found[3] and kind == "auto"):
         raise RequestError(f"{body!r} is not a device.", REMEDY)
     return Term(kind, pick, limit, int(found[2]) if found[2] else None)
+
+
+def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
+    """A device without its kind: an id, or a pick that goes on with the term before it."""
+    for backend in all_backends() if "-" in body else ():
+        if body.lower().startswith(backend.id_prefixes):
+            return Term(backend.kind, body, limit, host=before.host if before else None)
+    if before is not None and before.pick:
+        return Term(before.kind, body, limit, before.slices, before.host)
+    raise RequestError(f"{body!r} is not a device.", REMEDY)
 
 
 def _split_limit(text: str) -> tuple[str, Limit]:

@@ -205,13 +205,18 @@ def _has_own_loader(trainer: Any) -> bool:
     return next(kind for kind in kinds if "get_train_dataloader" in vars(kind)) is not Trainer
 
 
-def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
+def _make_whole_loader(trainer: Any, make_loader: Callable[[], Any]) -> Any:
+    """The loader before accelerate shares its rows out."""
     prepare = trainer.accelerator.prepare
-    trainer.accelerator.prepare = lambda loader: loader  # which would share the rows out
+    trainer.accelerator.prepare = lambda loader: loader
     try:
-        loader = make_loader()
+        return make_loader()
     finally:
         trainer.accelerator.prepare = prepare
+
+
+def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    loader = _make_whole_loader(trainer, make_loader)
     plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not plain or type(loader.batch_sampler) is not BatchSampler:
         name = type(trainer).__bases__[-1].__name__

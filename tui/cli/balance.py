@@ -102,11 +102,10 @@ def _read_budget(request: Request, budget: str | None, resume: str | None) -> tu
     """The request with the budget that was typed, and the seconds from here on that a resumed run gets."""
     if budget is None:
         return request, None
+    if budget.startswith("+") and resume is None:
+        fault = f"--budget {budget} is added to a run's time, and no run is named."
+        raise RequestError(fault, "Add --resume, or drop the +.")
     if budget.startswith("+"):
-        if resume is None:
-            raise RequestError(
-                f"--budget {budget} is added to a run's time, and no run is named.", "Add --resume, or drop the +."
-            )
         return request, parse_duration(budget[1:], "--budget")
     seconds = parse_budget(budget)
     if resume is not None and seconds is not None and seconds == Request().budget_seconds:

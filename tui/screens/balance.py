@@ -106,6 +106,9 @@ class Setup(UsesApp, VerticalScroll):
         choices |= {"share": ("no", "yes")} if self._simulated else {"engine": ENGINES, "share": ("no", "yes")}
         for name, words in choices.items():
             yield self._row(name, OneOf(words, id=name))
+        yield from self._typed_options()
+
+    def _typed_options(self) -> Iterable[Widget]:
         own = Input(placeholder="file.py:build", id="own", compact=True)
         yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
         fields = {"layouts": "", "batches": "", **_SEARCH_FIELDS, "settings": ""}

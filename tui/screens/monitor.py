@@ -88,14 +88,12 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             panel.fold(chosen.host)
             self.redraw()
             return
-        key = chosen.device.key
+        self.open_details(chosen.device.label, lambda width: device_details(self._newest(chosen), width))
 
-        def draw(width: int) -> tuple[Line, ...]:
-            snapshot = self.evener.snapshot
-            devices = snapshot.devices if snapshot is not None else ()
-            return device_details(next((each for each in devices if each.device.key == key), chosen), width)
-
-        self.open_details(chosen.device.label, draw)
+    def _newest(self, sample: DeviceSample) -> DeviceSample:
+        """The newest reading of a device; the one given if it isn't there any more."""
+        devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
+        return next((each for each in devices if each.device.key == sample.device.key), sample)
 
     def action_open_process(self) -> None:
         """Show all details of the process under the cursor."""

@@ -206,15 +206,18 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     return lines
 
 
+def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
+    """Why the plan isn't compared with a layout that was measured at other batches."""
+    if len(rival.batches) - rival.batches.count(0) > 1:
+        return f"; none was measured near {sum(own.batches)} samples"
+    return "; less than in the plan, so a device alone was not measured at its best batch"
+
+
 def _versus(own: RivalRate, rival: RivalRate) -> str:
     """The plan's gain over another layout, or why it isn't said."""
     gain = rival.gain_of(own)
     if gain is None:
-        if not is_certain(own.figure, rival.figure):
-            return ""
-        split = len(rival.batches) - rival.batches.count(0) > 1
-        near = f"none was measured near {sum(own.batches)} samples"
-        return f"; {near if split else 'less than in the plan, so a device alone was not measured at its best batch'}"
+        return _why_unsaid(own, rival) if is_certain(own.figure, rival.figure) else ""
     if rival.name == SUM:
         return f"; the plan reaches {write_gain(1 + gain, own.figure, rival.figure)} of it"
     if rival.tie:

@@ -83,9 +83,7 @@ def _training_parts(snapshot: Snapshot, width: int, marks: Marks) -> Iterator[Li
 
     yield Line()
     yield from training_table(rows, width, len(rows) + 1, marks)[0]
-    for row in rows:
-        if not row.training and len(row.ranks) < 2:
-            continue  # the table has it all
+    for row in [row for row in rows if row.training or len(row.ranks) > 1]:  # of others the table has it all
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")
         yield from rank_table(row, width, len(row.ranks) + 1, marks)[0]

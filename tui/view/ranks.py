@@ -199,7 +199,7 @@ def _longest(
 
 
 def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
-    """The cost of unequal own work, against ranks that finish together, and of an exchange that nothing overlaps."""
+    """The cost of unequal own work, against ranks that finish together, and of an exchange."""
     timed = [row for row in rows if row.own_work_s]
     if len(timed) < 2:
         return
@@ -211,6 +211,11 @@ def _waiting(rows: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
     if min(slowest.own_work_s - together, waited_s) >= max(LEAST_PART * step_s, noise_s):
         name = _name_rank(slowest, rows)
         yield _cause("waiting", "share", rank=name, own_seconds=slowest.own_work_s, waited_seconds=waited_s)
+    yield from _exchange(timed, step_s)
+
+
+def _exchange(timed: Sequence[RankRow], step_s: float) -> Iterator[Cause]:
+    """The cost of an exchange that nothing overlaps: even in its best steps every rank waits."""
     exchange_s = min(row.least_waiting_s for row in timed)
     if exchange_s >= LEAST_EXCHANGE * step_s:
         yield _cause("exchange", "exchange", seconds=exchange_s)
