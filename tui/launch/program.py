@@ -217,7 +217,7 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
         lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first ({was}){gain}")
     retreats = sum(note.retreats for note in notes)
     if retreats:
-        lines.append(f"{retreats} passes ran out of memory and were computed again in smaller ones")
+        lines.append(f"passes that ran out of memory and were computed again in smaller ones: {retreats}")
     return [line for line in (*lines, notes[0].noise) if line]
 
 
