@@ -202,8 +202,8 @@ class Program:
         self._met += 1
         store = dist.distributed_c10d._get_default_store()
         place = f"evener/program/{self._met}"
-        every = meet(store, place, dist.get_rank(), dist.get_world_size(), msgspec.json.encode(own), seconds)
-        return [msgspec.json.decode(each, type=type(own)) for each in every]
+        every = meet(store, place, dist.get_rank(), dist.get_world_size(), msgspec.msgpack.encode(own), seconds)
+        return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _take_over(self, loop: Any) -> None:
         """Train by shares from the next batch on, if all ranks can; they come here after the same step."""

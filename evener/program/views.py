@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from math import isclose
+from math import isclose, isnan
 from typing import Any
 from zlib import crc32
 
@@ -65,7 +64,9 @@ def find_difference(every: list[RankView]) -> str:
 
 
 def _are_near(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(map(partial(isclose, rel_tol=NEAR), one, other))
+    if len(one) != len(other):
+        return False
+    return all(isclose(a, b, rel_tol=NEAR) or (isnan(a) and isnan(b)) for a, b in zip(one, other, strict=True))
 
 
 def digest(numbers: list[float], before: int = 0) -> int:

@@ -143,3 +143,24 @@ def test_a_row_is_fetched_twice_without_drawing_from_the_programs_numbers() -> N
     twin = _copy_data(ConcatDataset([Subset(given, [0, 1])]))
     assert [twin[0], twin[1]] == [untouched[0], untouched[1]]
     assert given[0] == Noisy()[0]
+
+
+def test_ranks_are_compared_by_what_should_be_equal() -> None:
+    import msgspec
+
+    from evener.program.views import RankView, find_difference
+
+    one = RankView("", (1, 2), 3, (1.0, float("inf"), float("nan")), (1 / 3,))
+    other = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=RankView)
+    changes: list[tuple[dict[str, object], str]] = [
+        ({}, ""),
+        ({"uses": (1 / 3 + 1e-7,)}, ""),  # as GPUs of different kinds round it
+        ({"uses": (1 / 3, 2.0)}, ""),  # a rank that also logs something
+        ({"uses": (0.5,)}, "numbers"),
+        ({"numbers": (1.0,)}, "numbers"),
+        ({"numbers": (1.0,), "rates": 4}, "rates"),
+        ({"rates": 4, "order": (1, 3)}, "order"),
+        ({"numbers": None, "uses": ()}, ""),  # the guard hasn't looked
+    ]
+    for change, name in changes:
+        assert find_difference([one, msgspec.structs.replace(other, **change)]) == name
