@@ -72,11 +72,11 @@ def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
 
 
 def test_the_noise_scale_is_that_of_the_rows_own_gradients(proofs: Any) -> None:
-    """Equal in all processes; weights are bit for bit those of a training without it."""
+    """In each step; equal in all processes. Weights are bit for bit those of a training without it."""
     first, second = (found["noise"] for found in proofs("group"))
     assert first == second
-    assert first["rows"] == pytest.approx(first["truth"], rel=0.15)
-    assert first["low"] < first["truth"] < first["high"]
+    assert first["steps"] > 90
+    assert first["off"] < 1e-6
     assert first["learned"][0] == first["learned"][1]
 
 

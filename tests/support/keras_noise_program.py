@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import keras
@@ -10,10 +11,10 @@ import numpy as np
 
 from evener.keras_split import Split
 from evener.keras_split.group import GroupNoise
-from evener.learning.noise_scale import NoiseWindow
+from evener.learning.noise_scale import NoiseWindow, separate
 from tests.support.keras_twice import digest, seeded
 
-ROWS, BATCH = 1000, 8
+ROWS, BATCH = 1003, 8
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(ROWS, 4))
 Y = X.sum(1, keepdims=True) + 2 * RANDOM.normal(size=(ROWS, 1))
@@ -31,20 +32,36 @@ def build(split: Split, rate: float) -> Any:
 
 
 def train(split: Split) -> dict[str, Any]:
-    """The noise scale at weights that stay, and the truth; a training's weights with it and without."""
-    wanting = Split(devices=split.devices, ratios=split.cut.weights, global_batch=BATCH, noise=True)
+    """The largest difference of a step's sample from that of the rows' own gradients, at weights that stay and under
+    shares that change; a training's weights with noise and without."""
+    options: Any = {"devices": split.devices, "ratios": split.cut.weights, "global_batch": BATCH, "rebalance": True}
+    wanting = Split(**options, noise=True)
     model = build(wanting, 0.0)
     noise = wanting._noise = model.fit.hooks.engine.noise = GroupNoise(NoiseWindow(1), every=1)
-    model.fit(X, Y, epochs=4, verbose=0)
-    found: Any = msgspec.to_builtins(wanting.noise_scale)
+    edges, changing = list[list[int]](), wanting._changing
+    assert changing is not None
+
+    def cut(number: int) -> None:
+        changing.change(((6, 2), (1, 7), (8, 0), (3, 5))[number % 4])
+        edges.append([int(each) for each in wanting.cut.bounds(min(BATCH, len(X) - BATCH * number))])
+
+    begin = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda number, **_: cut(number))
+    model.fit(X, Y, shuffle=False, callbacks=[begin], verbose=0)
     weights, bias = model.get_weights()
     error = 2 * (X @ weights + bias - Y)
     rows = np.concatenate([error * X, error], 1)
-    truth = rows.var(0).sum() / np.square(rows.mean(0)).sum()
+    kept, off = noise._kept.numpy()[: int(noise._count.numpy())], list[float]()
+    for number, bounds in enumerate(edges):
+        pieces = [rows[BATCH * number :][start:stop] for start, stop in pairwise(bounds)]
+        sizes = [len(piece) for piece in pieces]
+        if all(sizes):
+            weighted = sum(len(piece) * float(np.square(piece.mean(0)).sum()) for piece in pieces)
+            expected = separate(sizes, weighted, float(np.square(np.concatenate(pieces).mean(0)).sum()))
+            off += abs(kept[number] / expected - 1).tolist()
     assert model.fit.hooks.engine.describe(0.0).noise == noise.scale()
     learned = []
     for each in (wanting, split):
         model = build(each, 0.1)
         model.fit(X[:80], Y[:80], verbose=0, shuffle=False)
         learned.append(digest(model))
-    return found | {"truth": float(truth), "learned": learned}
+    return {"scale": msgspec.to_builtins(noise.scale()), "steps": len(off) // 2, "off": max(off), "learned": learned}
