@@ -182,6 +182,7 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
             way._model = way._optimizer = None  # its memory goes, its times stay
         every.append(ways)
     if options.profile and dist.get_rank() == 0:
+        options.profile.mkdir(parents=True, exist_ok=True)
         for name, (_, table) in profiles.items():
             words = "-".join(map(str, (*size, name))).replace(" ", "-")
             (options.profile / f"profile-{words}.txt").write_text(table)

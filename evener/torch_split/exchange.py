@@ -21,7 +21,8 @@ from ..errors import RequestError
 from .buckets import Bucket, Held, SeenNumber, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
-BUCKET_BYTES = 25 << 20
+LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
+BUCKETS = 8  # about as many: each costs the host the same, and more of them hide little more
 MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
 
 
@@ -42,7 +43,7 @@ class Exchange:
         module: Any,
         group: Any = None,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         broadcast_buffers: bool = True,
         alone: bool = False,
     ) -> None:
@@ -56,7 +57,9 @@ class Exchange:
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
         self._seen: list[SeenNumber] = []  # sums of the ranks' numbers that weren't looked at yet
-        self._bytes, self._alone = bucket_bytes, alone
+        whole = sum(each.numel() * each.element_size() for each in self.parameters)
+        usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
+        self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
         buffers = [each for name, each in module.named_buffers() if name not in ignored]
         self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(buffers)
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows

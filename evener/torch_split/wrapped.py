@@ -19,7 +19,7 @@ from ..errors import RequestError
 from ..plan.check import check_fit
 from ..plan.file import Plan
 from ..torch_rows.structure import each_tensor, tensors_in
-from .exchange import BUCKET_BYTES, Exchange
+from .exchange import Exchange
 
 
 def model_digest(model: Any) -> str:
@@ -93,7 +93,7 @@ def wrap_module(module: Any, device: torch.device, options: dict[str, Any]) -> E
             "Leave it out, or wrap the model yourself: split.wrap(DistributedDataParallel(model, ...)).",
         )
     module = module.to(device)
-    size = BUCKET_BYTES if most is None else int(most * 2**20)
+    size = None if most is None else int(most * 2**20)
     return Exchanged(module, Exchange(module, group, bucket_bytes=size, broadcast_buffers=buffers))
 
 
@@ -121,7 +121,8 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
             "Use Split(..., weigh='loss') and split.scale(loss) beside it.",
         )
     group = None if model.process_group is dist.group.WORLD else model.process_group
-    made = Exchange(model.module, group, bucket_bytes=model.bucket_bytes_cap, broadcast_buffers=model.broadcast_buffers)
+    size = None if getattr(model, "bucket_bytes_cap_default", False) else model.bucket_bytes_cap
+    made = Exchange(model.module, group, bucket_bytes=size, broadcast_buffers=model.broadcast_buffers)
     model.reducer = model.logger = None
     model.__class__ = TakenOver
     model.exchange = made
