@@ -211,10 +211,11 @@ def summarize(plan: Plan, notes: Sequence[RankNote]) -> list[str]:
     lines = Table("", rows, 1).lines()
     before, after = (sum(each.shares) / each.step_s if each.step_s else 0.0 for each in (notes[0].first, notes[0].last))
     if before and after:
-        was = "even" if len(set(notes[0].first.shares)) == 1 else "+".join(map(str, notes[0].first.shares))
-        moved = notes[0].first.shares != notes[0].last.shares
+        shares = notes[0].first.shares
+        was = "" if len(shares) == 1 else " (even)" if len(set(shares)) == 1 else f" ({'+'.join(map(str, shares))})"
+        moved = shares != notes[0].last.shares
         gain = f", {percent(after / before - 1)} more" if moved and after > before else ""
-        lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first ({was}){gain}")
+        lines.append(f"{rate(after)} samples/s at the end, {rate(before)} at first{was}{gain}")
     retreats = sum(note.retreats for note in notes)
     if retreats:
         lines.append(f"passes that ran out of memory and were computed again in smaller ones: {retreats}")
