@@ -79,8 +79,8 @@ class Notebook:
         training.listeners.insert(0, self._note_step)
         shares = training.shares
         names = ", ".join(each.name or each.device for each in shares.shares)
-        split = "+".join(map(str, shares.batches))
-        say(f"{self.settings.name} trains on {names}: {split} = {shares.global_batch} rows a step, by {hooks}")
+        split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
+        say(f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a step, by {hooks}")
 
     def stay(self, why: str) -> None:
         """RankNote why the program trains as it is, and say so once."""
