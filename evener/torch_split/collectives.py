@@ -6,6 +6,7 @@ evener itself are counted.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from threading import Thread, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 from zlib import crc32
 
@@ -224,32 +225,43 @@ def end_when_stuck() -> None:
 def end_with_others(device: torch.device) -> None:
     """Let this process end soon after another rank's error where NCCL would have it wait for that rank for minutes."""
     store = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, over = dist.get_rank(), dist.get_world_size(), Event()
 
     def is_stuck() -> bool:
         done = torch.cuda.Event()
         done.record(torch.cuda.default_stream(device))
-        time.sleep(WAIT_SECONDS)
-        return dist.is_initialized() and not done.query()
+        return not over.wait(WAIT_SECONDS) and dist.is_initialized() and not done.query()
 
     def watch() -> None:
-        say(f"evener: {await_end(store, rank, world, is_stuck)}")
-        os._exit(1)
+        if words := await_end(store, rank, world, is_stuck, over):
+            say(f"evener: {words}")
+            os._exit(1)
 
-    Thread(target=watch, name="evener-others", daemon=True).start()
+    thread = Thread(target=watch, name="evener-others", daemon=True)
+    thread.start()
+
+    @atexit.register
+    def finish() -> None:  # a thread that is in torch as Python ends would abort the process
+        over.set()
+        thread.join(WAIT_SECONDS)
 
 
-def await_end(store: Any, rank: int, world: int, is_stuck: Callable[[], bool], seconds: float = LOOK_SECONDS) -> str:
-    """Wait until another rank has noted its error, or the store is gone, and this rank is stuck; returns a sentence."""
+def await_end(
+    store: Any, rank: int, world: int, is_stuck: Callable[[], bool], over: Event, seconds: float = LOOK_SECONDS
+) -> str:
+    """Wait until another rank has noted its error, or the store is gone, and this rank is stuck; returns a sentence.
+
+    Empty once the program is `over`.
+    """
     others = [f"{ENDED}/{each}" for each in range(world) if each != rank]
-    while True:
-        time.sleep(seconds)
+    while not over.wait(seconds):
         try:
             if any(store.check([each]) for each in others) and is_stuck():
                 return _find_ended(store, rank, world)
         except RuntimeError:  # the store went with rank 0
             if is_stuck():
                 return _RANK_0_ENDED
+    return ""
 
 
 def _explain_ranks(error: Exception) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -222,9 +223,12 @@ def test_a_rank_that_is_stuck_as_another_one_ended_says_so() -> None:
         looks.append(1)
         return len(looks) == 2
 
-    said = await_end(store, 0, 2, is_stuck, seconds=0.01)
+    over = Event()
+    said = await_end(store, 0, 2, is_stuck, over, seconds=0.01)
     assert said == "rank 1 ended, and this rank can't go on without it: OutOfMemoryError: CUDA out of memory."
     assert len(looks) == 2
+    over.set()
+    assert await_end(store, 0, 2, is_stuck, over, seconds=0.01) == ""
 
 
 @pytest.mark.parametrize("refusal", refusals.REFUSED)
