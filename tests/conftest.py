@@ -31,11 +31,11 @@ collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 LONGEST = (
     "test_keras_exact.py",
     "test_ray_trainings.py",
-    "test_run.py",
     "test_keras_group.py",
     "test_ray_hosts.py",
-    "test_keras_workloads.py",
     "test_keras_programs.py",
+    "test_keras_workloads.py",
+    "test_lightning_oom.py",
 )  # a minute and more
 settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
 settings.load_profile("evener")
