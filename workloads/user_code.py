@@ -139,13 +139,19 @@ def find_line(error: BaseException, name: str = "") -> str:
     return own[-1] if own else ""
 
 
+INSTALLED = {"site-packages", "dist-packages"}  # folders of packages, also of an environment that this one sees
+
+
 def is_user_file(file: str) -> bool:
     """True for a Python file outside of evener, the standard library and installed packages."""
     folders = [Path(evener.__file__).parent, *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))]
     try:
         paths = {Path(file), Path(file).resolve()}
         return file.endswith(".py") and not any(
-            path.is_relative_to(folder) for path in paths for each in folders for folder in (each, each.resolve())
+            INSTALLED & {*path.parts} or path.is_relative_to(folder)
+            for path in paths
+            for each in folders
+            for folder in (each, each.resolve())
         )
     except (OSError, ValueError):  # the text of an error may name anything
         return False

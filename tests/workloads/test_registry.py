@@ -173,6 +173,12 @@ def test_the_users_module_may_be_an_installed_one() -> None:
     assert user_code.find_line(fault.value, "pytest:build") == f"{pytest.__file__}:1"
 
 
+def test_packages_of_another_environment_are_no_code_of_the_users() -> None:
+    """As one made with --system-site-packages sees them."""
+    assert not user_code.is_user_file("/usr/lib/python3/dist-packages/keras/layers.py")
+    assert user_code.is_user_file("/home/me/train.py")
+
+
 def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     """Text is read as the literal it stands for; a parameter that it hasn't is refused."""
     script = tmp_path / "good.py"
