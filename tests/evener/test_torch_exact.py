@@ -29,7 +29,9 @@ Trained = dict[str, Any]
 @pytest.fixture(scope="module")
 def saved(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
     """What the ranks of a plan saved: 5:2:1 with a device left out. A rank runs every program and case."""
-    return trainer_ranks("tests.support.torch_programs.run_all", (5, 0, 2, 1), world=3)
+    return trainer_ranks(
+        "tests.support.torch_programs.run_all", (5, 0, 2, 1), world=3, imports="torch.distributed.fsdp"
+    )
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def trained(saved: list[Any]) -> list[Trained]:
 
 def check(trained: list[Trained], name: str, case: Any) -> None:
     """Every rank has the weights and the losses of the plain loop."""
-    weights, losses = RANKS.reference(case, case.global_batch(8))
+    weights, losses = RANKS.reference(case, case.global_batch(8), RANKS.TWO_EPOCHS)
     for rank in trained:
         for mine, expected in zip(rank[name][0], weights, strict=True):
             torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
@@ -69,7 +71,7 @@ def test_the_trainings_moved_the_weights() -> None:
     """What is compared is not the start: every case moves some weight by more than a thousandth."""
     for case in {**RANKS.CASES, **RANKS.GPU_CASES}.values():
         start = [weights.detach() for weights in RANKS.model(case).parameters()]
-        weights, _ = RANKS.reference(case, case.global_batch(8))
+        weights, _ = RANKS.reference(case, case.global_batch(8), RANKS.TWO_EPOCHS)
         assert max(float((now - then).abs().max()) for now, then in zip(weights, start, strict=True)) > 1e-3
 
 

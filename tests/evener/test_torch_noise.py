@@ -39,12 +39,12 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["huggingface", "lightning"])
-def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str) -> None:
+@pytest.mark.parametrize(("trainer", "library"), [("huggingface", "transformers.trainer"), ("lightning", "lightning")])
+def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str, library: str) -> None:
     """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also with accelerate."""
-    pytest.importorskip("transformers" if trainer == "huggingface" else "lightning")
+    pytest.importorskip(library.partition(".")[0])
     truth = programs.true_noise_scale(programs.network(), programs.data())
-    measured, same = trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2)[0]
+    measured, same = trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2, imports=library)[0]
     assert same
     assert all(same)
     for found in measured:
@@ -90,7 +90,7 @@ def test_one_process_compares_the_passes_of_a_step(name: str, monkeypatch: pytes
 @pytest.mark.slow
 def test_a_trainer_in_one_process_compares_what_it_accumulates(trainer_ranks: Callable[..., list[Any]]) -> None:
     pytest.importorskip("transformers")
-    (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", world=1)
+    (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", imports="transformers.trainer")
     assert found["samples"] > 100
     assert found["low"] < programs.true_noise_scale(programs.network(), programs.data()) < found["high"]
 

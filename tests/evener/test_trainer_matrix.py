@@ -78,8 +78,8 @@ def test_a_loss_that_is_no_mean_is_refused(trained: list[dict[str, Any]], name: 
 
 
 def test_no_program_that_is_exact_is_refused(trainer_ranks: Run, tmp_path: Path) -> None:
-    (bare,) = trainer_ranks(f"{PROGRAMS}.reference_all")
+    (bare,) = trainer_ranks(f"{PROGRAMS}.reference_all", imports="peft")
     torch.save(bare, tmp_path / "bare.pt")
-    for rank in trainer_ranks(f"{PROGRAMS}.train_all", str(tmp_path / "bare.pt"), world=2):
+    for rank in trainer_ranks(f"{PROGRAMS}.train_all", str(tmp_path / "bare.pt"), world=2, imports="peft"):
         assert len(rank) >= 40
         assert {name: seen for name, seen in rank.items() if isinstance(seen, str) or seen > 1e-12} == {}

@@ -19,7 +19,8 @@ from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_split import Split
 from tests.support.launched_plan import make_plan
 
-STEPS = 21
+STEPS = 21  # of a training that is launched, and goes on after losses
+TWO_EPOCHS = 14  # steps of every other one
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
 WIDTH = 7
 
@@ -148,12 +149,12 @@ def batches(case: TrainingCase, global_batch: int) -> Iterator[tuple[torch.Tenso
             yield inputs[rows], labels[rows]
 
 
-def reference(case: TrainingCase, global_batch: int) -> tuple[list[torch.Tensor], list[float]]:
+def reference(case: TrainingCase, global_batch: int, steps: int = STEPS) -> tuple[list[torch.Tensor], list[float]]:
     """Final weights and losses of one process that knows no split."""
     net = model(case)
     update = optimizer(case, net)
     losses = []
-    for step, (inputs, labels) in zip(range(STEPS), batches(case, global_batch), strict=False):
+    for step, (inputs, labels) in zip(range(steps), batches(case, global_batch), strict=False):
         loss = objective(case, net, net(inputs), labels)
         losses.append(float(loss.detach()))
         (loss / case.accumulate).backward()
@@ -212,7 +213,7 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
     update = optimizer(case, net)
     losses: list[float] = []
     loader = split.loader(data(case), seed=2)
-    while len(losses) < STEPS:
+    while len(losses) < TWO_EPOCHS:
         for rows, classes in loader:
             step = len(losses)
             last = (step + 1) % case.accumulate == 0
@@ -222,7 +223,7 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
                 losses.append(compute(case, split, net, (rows.to(split.device), classes.to(split.device))))
             finish(case, step, net, update)
-            if len(losses) == STEPS:
+            if len(losses) == TWO_EPOCHS:
                 break
     return [weights.detach().cpu() for weights in net.parameters()], losses
 
