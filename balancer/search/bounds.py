@@ -109,10 +109,8 @@ class Bounds:
         Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
         """
         evidence, curve = self._devices[device.position], device.curve
-        first, last = (
-            curve.seconds(evidence.alone[0].batch if evidence.alone else 0),
-            curve.seconds(evidence.memory.ran),
-        )
+        smallest = evidence.alone[0].batch if evidence.alone else 0
+        first, last = curve.seconds(smallest), curve.seconds(evidence.memory.ran)
         rises = last > (1 + CLEAR_RISE + CLEAR_ERRORS * curve.error) * first
         return math.inf if rises else self._budget.growth(last)
 

@@ -77,7 +77,13 @@ class Budget:
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
-        self, layout: Layout, ends_with: Stage, step_seconds: float | None = None, turn: int = 0, reserved: float = 0.0
+        self,
+        layout: Layout,
+        ends_with: Stage,
+        step_seconds: float | None = None,
+        turn: int = 0,
+        reserved: float = 0.0,
+        steps: int = FEWEST_STEPS,
     ) -> bool:
         """True if the shortest probe of this layout can end when the stage `ends_with` has to, in its first turn.
 
@@ -86,7 +92,7 @@ class Budget:
         if self.seconds is None:
             return True
         end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
-        return self.spent + reserved + self.least_seconds(layout, step_seconds) <= end
+        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= end
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
@@ -115,12 +121,10 @@ class Budget:
         left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
 
-    def least_seconds(self, layout: Layout, step_seconds: float | None = None) -> float:
+    def least_seconds(self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
         step = self._step(layout) if step_seconds is None else step_seconds
-        return (
-            self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, FEWEST_STEPS * step)
-        )
+        return self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, steps * step)
 
     def total_seconds(self, layouts: Iterable[Layout]) -> float:
         """Seconds of the shortest probe of each layout."""

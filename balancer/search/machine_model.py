@@ -216,7 +216,7 @@ class MachineModel:
         device, curve, rows = self.devices[position], self.alone[position], self.bounds.walls[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
-        points = merge_points(p for i in self._group_of(position) for p in self.solo_points(i))
+        points = merge_points(p for i in self.group_of(position) for p in self.solo_points(i))
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
         if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
             fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
@@ -224,7 +224,8 @@ class MachineModel:
         gains = best in fewer and best / fewer[best] > (1 + FALL) * rows / curve.seconds(rows)
         return best // self.quantum * self.quantum if gains else rows
 
-    def _group_of(self, position: int) -> list[int]:
+    def group_of(self, position: int) -> list[int]:
+        """The devices that are indistinguishable from it, itself among them."""
         return next(group for group in self.groups if position in group)
 
     @cached_property

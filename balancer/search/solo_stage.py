@@ -59,7 +59,8 @@ class SoloStage:
             if due and (kept := self._worth_waiting(due) if turn else due):
                 return tuple(self._probe(i, batch, turn) for i, batch in kept.items())
         retried = {i: self._small_batch(i) for i in self._model.live if self._lacks_a_line(i)}
-        return self._round(retried) if retried and self._turn < MOST_ROUNDS else ()
+        affordable = self._turn < MOST_ROUNDS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
+        return self._round(retried) if affordable else ()
 
     def _lacks_a_line(self, position: int) -> bool:
         """Whether it ran out of memory before two sizes showed how that grows, and a smaller one can."""
@@ -260,9 +261,13 @@ class SoloStage:
 
     @cached_property
     def _after(self) -> float:
-        """Seconds of the first split, without which there is no plan; 0 once it was measured."""
-        split = None if self._model.splits else self._predictions.fastest_split
-        return self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
+        """Seconds of the first split or, of one device, the fixed batch: there is no plan without; 0 once it ran."""
+        if self._model.splits or (self._model.at_rest and len(self._model.live) == 1):
+            return 0.0
+        plan = self._predictions.fastest_split
+        if plan is None and self._problem.global_batch is not None:
+            plan = self._predictions.fastest_single
+        return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds) if plan else 0.0
 
     def _widest_gap(self, position: int) -> int:
         """The middle of the widest gap between measured batches."""

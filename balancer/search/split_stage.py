@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from evener.shares.waterfill import Allocation
 
-from ..types import Failed, Probe, Stage
-from .budget import Budget
+from ..types import Failed, Layout, Probe, Stage
+from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, worthwhile_gain
+from .ranking import LEAST_GAIN, LEAST_RATE, worthwhile_gain
+from .statistics import LONE_BLOCK
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
 AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
@@ -40,13 +41,35 @@ class SplitStage:
         """Its probe; None for none, or one that leaves less of the budget than what comes after it takes."""
         if wanted is None:
             return None
-        layout = self._predictions.layout(wanted)
+        layout, seconds = self._predictions.layout(wanted), wanted.seconds
         stage: Stage = "split" if layout.traits.together else "rest"
+        if not self._model.splits and not self._model.at_rest:
+            layout, seconds = self._without_risk(layout, seconds)
         ends_with: Stage = stage if self._model.splits else "race"
-        if not self._budget.affords(layout, ends_with, wanted.seconds, reserved=after):
-            return None
-        left = MOST_SPLITS - len(self._model.splits)
-        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, wanted.seconds))
+        least = self._budget.least_seconds(layout, seconds)
+        if self._budget.affords(layout, ends_with, seconds, reserved=after) and (
+            not after or self._budget.has_time(least)
+        ):
+            left = MOST_SPLITS - len(self._model.splits)
+            return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, seconds))
+        if self._gains_surely(wanted) and self._budget.affords(layout, "race", seconds, reserved=after, steps=1):
+            return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
+        return None
+
+    def _gains_surely(self, wanted: Allocation) -> bool:
+        """Whether it should be faster than all plans that ran by more than a lone step errs."""
+        plans = (*self._model.fitting_splits, *self._model.at_rest.values())
+        best = max((seen.samples_per_second for seen in plans), default=0.0)
+        return wanted.samples_per_second > (1 + LONE_BLOCK) * best
+
+    def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
+        """The first plan; in passes that ran before, if a device ran out of memory and there is no time for another."""
+        least = self._budget.least_seconds(layout, seconds)
+        full = any(self._model.devices[i].memory.failures for i in layout.active)
+        safe = self._model.lay_out_safely(layout.shares) if full else None
+        if safe is None or self._budget.affords(layout, "race", seconds, reserved=least):
+            return layout, seconds
+        return safe, layout.global_batch / max(self._model.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
         """The allocation that is worth a split probe; None when nothing is."""
@@ -88,9 +111,8 @@ class SplitStage:
         single, split = self._predictions.fastest_single, self._predictions.fastest_split
         if single is None or split is None:
             return single
-        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds)
-        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds)
-        return single if self._budget.has_time(seconds, after) else None
+        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds, steps=1)
+        return single if self._budget.has_time(seconds) else None  # and, in `_probe`, for the split after it
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without contention."""
@@ -110,8 +132,9 @@ class SplitStage:
         return wanted if gains or not self._safely_fits(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:
-        """Whether a device was measured while the others were idle."""
-        return any(seen.probe.layout.shares[position] for seen in self._seen.in_stage("rest"))
+        """Whether a device, or one like it, was measured while the others were idle."""
+        alike = self._model.group_of(position)
+        return any(seen.probe.layout.active[0] in alike for seen in self._seen.in_stage("rest"))
 
     def _may_win(self, wanted: Allocation) -> bool:
         """Whether one of several devices may beat all splits when the others are at rest."""

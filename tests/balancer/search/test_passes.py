@@ -35,8 +35,10 @@ from evener.shares.curves import Curve, PassCurve
 from evener.shares.waterfill import DeviceCurve
 from tests.support import machine_families as families
 from tests.support import search_oracle as oracle
+from tests.support import search_trials as trials
 from tests.support.recording_prober import RecordingProber
 from tests.support.search_machines import Bench, benches, searched
+from tests.support.search_trials import Ask
 
 PAIR = Bench(((10.0, 0.1, 0, 2000), (10.0, 0.1, 0, 500)), 0.002)
 
@@ -270,6 +272,15 @@ def test_a_card_that_holds_no_row_is_left_out() -> None:
     assert best is not None
     assert best.layout.shares[2] == 0
     assert best.layout.global_batch == 6000
+
+
+def test_a_plan_that_is_known_to_fit_comes_before_one_that_may_not() -> None:
+    """4 and 8 rows say that 17 fit, and 15 do; the time left is too short for a second try."""
+    memory, curve = ((4, 3180.0), (8, 4594.0), (15, 7990.0), (16, 9000.0), (64, 40000.0)), ((1, 28.0), (8, 31.5))
+    card = SimulatedDevice(name="a", memory_mib=8192.0, memory_curve=memory, noise=0.01, curve=curve)
+    found = trials.run(Machine((card,), Sync(0.0)), Ask(batch=192, budget=12.0, start=3.0))
+    assert found.layout is not None
+    assert found.layout.in_passes
 
 
 def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
