@@ -73,11 +73,15 @@ class InterferenceMonitor:
             short = self._settled_short(position, own, position in clean)
             if short is None:
                 continue
-            if short > self._short.get(position, 0):
-                step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
-                self._short[position] = -(-short // step) * step
-            found[position] = self._short[position] if short else 0
+            found[position] = self._round(position, short) if short else 0
         return found
+
+    def _round(self, position: int, short: int) -> int:
+        """The bytes to report, in whole steps: what was reported before, unless it is more now."""
+        if short > self._short.get(position, 0):
+            step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
+            self._short[position] = -(-short // step) * step
+        return self._short[position]
 
     def close(self) -> None:
         """End every watch; one that its driver blocks is not waited for."""

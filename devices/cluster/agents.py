@@ -218,13 +218,15 @@ def ask_each(
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [agent.begin("call", function, given[agent.host], own) for agent, own in zip(agents, ids, strict=True)]
-    answers = {}
-    for agent, call in zip(agents, calls, strict=True):
-        try:
-            answers[agent] = agent.finish(call)
-        except RequestError as fault:
-            raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
-    return answers
+    return {agent: _finish(agent, call) for agent, call in zip(agents, calls, strict=True)}
+
+
+def _finish(agent: Agent, call: Any) -> Any:
+    """The answer to a call; RequestError names the host."""
+    try:
+        return agent.finish(call)
+    except RequestError as fault:
+        raise RequestError(f"{agent.host}: {fault.message}", fault.remedy) from None
 
 
 REMEDY = "Install the same evener there, in the Python that its ray start ran in, or leave the host out."

@@ -54,9 +54,8 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
     agents = start_agents((by_host[host] for host in wanted), reserve)
     answers: dict[Agent, HostDevices] = ask_each(agents, find_on_host, wanted, reserve)
     found = _merge(terms, answers)
-    return (
-        msgspec.structs.replace(found, notes=(*found.notes, *_hold_cpus(agents, found.devices))) if reserve else found
-    )
+    held = _hold_cpus(agents, found.devices) if reserve else ()
+    return msgspec.structs.replace(found, notes=(*found.notes, *held))
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:

@@ -59,14 +59,18 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
             f"lengths={type(lengths).__name__} isn't a list of whole numbers.", "Give the tokens of each row, in order."
         )
     dealer.check(tokens.tolist(), rows)
-    steps = _count_steps(x)
+    _check_padding(tokens, _count_steps(x))
+    return tokens.astype(np.int64)
+
+
+def _check_padding(tokens: Any, steps: int | None) -> None:
+    """RequestError for a row of more tokens than the padded arrays have steps."""
     if steps is None or tokens.max() > steps:
         held = "no second axis" if steps is None else f"a second axis of {steps}"
         raise RequestError(
             f"Row {int(tokens.argmax())} has {int(tokens.max())} tokens, but x has {held}.",
             "Give padded arrays, whose second axis is as long as the longest row.",
         )
-    return tokens.astype(np.int64)
 
 
 def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:

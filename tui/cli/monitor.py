@@ -137,8 +137,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     """Readings: one that has settled, or one every `pause` seconds; a recording's last one, or all of them."""
     recorded = source if isinstance(source, Recording) else None
     if recorded is None:
-        source.sample()
-        time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
+        _settle(source)
     elif not loops:
         yield recorded.snapshot(len(recorded) - 1)
         return
@@ -149,6 +148,12 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
             return
         due = max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _settle(source: Source) -> None:
+    """Sample once, and wait until the next sample has rates."""
+    source.sample()
+    time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
 
 
 def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:

@@ -79,10 +79,15 @@ def named_output(names: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
         yield tuple(zip(paths[::2], paths[1::2], strict=True))
     finally:
         for (_, write, *_), thread in zip(pipes, threads, strict=True):
-            with suppress(OSError):
-                os.write(write, end)
-            thread.join()
-            os.close(write)
+            _end_copy(write, end, thread)
+
+
+def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
+    """End a thread that copies from a pipe, once all that was written to it is out."""
+    with suppress(OSError):
+        os.write(write, end)
+    thread.join()
+    os.close(write)
 
 
 def _copy(read: int, end: bytes, name: bytes, stream: int) -> None:

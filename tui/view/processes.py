@@ -39,11 +39,12 @@ def _figure(
     def cell(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
         return (figure(reading(row.sample), width, marks, rate if draw is short and width >= 9 else draw, tone),)
 
-    def value(row: ProcessRow) -> float:
-        number = reading(row.sample).value
-        return -1.0 if number is None else number
+    return Column(key, titles, least, cell, value=lambda row: _sorted_by(reading(row.sample)))
 
-    return Column(key, titles, least, cell, value=value)
+
+def _sorted_by(reading: Reading) -> float:
+    """The figure that a column is sorted by; what is unknown comes last."""
+    return -1.0 if reading.value is None else reading.value
 
 
 def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[ProcessRow]:
