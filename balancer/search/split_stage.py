@@ -19,6 +19,7 @@ from .statistics import LONE_BLOCK
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
 AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
+LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
 MOST_FAILED = 2  # splits, after which no more are tried: a network that fails takes minutes each time
 
 
@@ -52,7 +53,8 @@ class SplitStage:
         ):
             left = MOST_SPLITS - len(self._model.splits)
             return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, seconds))
-        if self._gains_surely(wanted) and self._budget.affords(layout, "race", seconds, reserved=after, steps=1):
+        lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
+        if lone and self._gains_surely(wanted):
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
@@ -111,7 +113,7 @@ class SplitStage:
         single, split = self._predictions.fastest_single, self._predictions.fastest_split
         if single is None or split is None:
             return single
-        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds, steps=1)
+        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds, LONE_STEPS)
         return single if self._budget.has_time(seconds) else None  # and, in `_probe`, for the split after it
 
     def _next_single(self) -> Allocation | None:
