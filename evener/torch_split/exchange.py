@@ -87,6 +87,7 @@ class Exchange:
         hooks = [each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters]
         own_hooks.update(each.id for each in hooks)
         weakref.finalize(self, _remove, hooks)
+        weakref.finalize(self, _remove, self._begins)
         _exchanges.add(self)
 
     @property
@@ -160,12 +161,13 @@ class Exchange:
                     "Return a tensor, tuple or dict, or use torch.utils.checkpoint with use_reentrant=False.",
                 )
 
-        self._begins = [each.register_hook(begin) for each in self.parameters if each.requires_grad]
+        self._begins += (each.register_hook(begin) for each in self.parameters if each.requires_grad)
         own_hooks.update(each.id for each in self._begins)
 
     def _forget_begin(self) -> None:
         _remove(self._begins)
-        self._begins, self._hidden_task = [], -1
+        self._begins.clear()
+        self._hidden_task = -1
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -395,3 +397,4 @@ def exchanged_parameters() -> dict[int, bool]:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+        own_hooks.discard(handle.id)

@@ -23,6 +23,7 @@ from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
 from evener.torch_split import Split
+from evener.torch_split.exchange import Exchange, own_hooks
 from evener.torch_split.ranks import Stand, choose_device, leave_group
 from evener.torch_split.wrapped import model_digest, watch, wrap_module
 from tests.support.launched_plan import make_plan
@@ -297,6 +298,19 @@ def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
     model(torch.full((1, 2), 2.0)).sum().backward()
     assert weight.grad.tolist() == [[1.5, 1.5]]
     leave_group()
+
+
+def test_hooks_that_are_gone_are_forgotten() -> None:
+    """A model whose outputs are hidden gets new ones on its parameters in each forward pass."""
+    before = len(own_hooks)
+    exchange = Exchange(torch.nn.Linear(2, 2), alone=True)
+    known = []
+    for _ in range(3):
+        exchange.watch([], True)
+        known.append(len(own_hooks) - before)
+    assert known == [4, 4, 4]
+    del exchange
+    assert len(own_hooks) == before
 
 
 @pytest.mark.parametrize("kind", ["before", "after", "none"])
