@@ -37,7 +37,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def begin_plan(self) -> None:
         """Train by the plan from now on, each device with its part of the model."""
-        _check(self)
+        check_shards(self)
         super().begin_plan()
         shard(self._planned, self.model, None, None, None)
         watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
@@ -81,7 +81,7 @@ def _own_optimizer(trainer: Any) -> Any:
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
-def _check(trainer: Any) -> None:
+def check_shards(trainer: Any) -> None:
     """RequestError for what a Trainer can't do in shards."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,

@@ -46,7 +46,10 @@ NAMES = (
     "tokens, rebalanced",
     "tokens, FSDP2",
     "bf16",
+    "the best, in shards",
+    "bf16, in shards",
 )
+IN_SHARDS = ("tokens, in shards", "resumed in other shards", "the best, in shards")
 ON_GPUS = ("tokens", "tokens by cost", "rows, accumulated, drop last", "resumed", "rows, rebalanced")
 REFUSED = {
     "auto_find_batch_size": "auto_find_batch_size",
@@ -61,6 +64,10 @@ REFUSED = {
     "DeepSpeed": "Use DistributedDataParallel or FSDP2",
     "FSDP1": "Use FSDP2",
     "tensor parallelism": "Use data parallelism",
+    "in shards, an optimizer": "the Trainer has an optimizer that was made before",
+    "in shards, adapters": "the Trainer has PEFT's adapters",
+    "in shards, FSDP": "the Trainer has FSDP or DeepSpeed",
+    "in shards, compiled": "the Trainer has torch.compile",
     "a bare training's batch": "An epoch has 6 steps in the checkpoint's training, 9 of 5 rows here",
     "own batches": "OwnBatches.get_train_dataloader gives a DataLoader that makes its batches itself",
     "another global batch": "8 of 16 rows in each optimizer step",
@@ -92,7 +99,7 @@ def trained(trainer_ranks: Run, expected: Ended) -> list[tuple[str, Ended, Ended
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
-    atol = 5e-3 if name == "bf16" else 1e-12
+    atol = 5e-3 if "bf16" in name else 1e-12
     for _, expected, rank in (each for each in trained if each[0] == name):
         for mine, its in zip(rank["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=atol)
@@ -103,13 +110,17 @@ def test_it_learns_what_one_process_learns(trained: Any, name: str) -> None:
             assert rank["samples"] == pytest.approx(expected["samples"], rel=0.02)  # its rate has three digits
         for figure in ("steps", "tokens", "total"):
             assert rank[figure] == expected[figure]
+        assert rank["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-6)
+        assert rank["saved"].keys() == expected["saved"].keys()
+        for key, its in expected["saved"].items():
+            torch.testing.assert_close(rank["saved"][key], its, rtol=0, atol=1e-12)
         if "rebalanced" in name:
             assert rank["changes"] > 0
         if rank["predicted"] is not None:  # each row once
             torch.testing.assert_close(rank["predicted"], expected["predicted"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("names", [ON_GPUS, ("tokens, FSDP2",)], ids=("DDP", "FSDP2"))
+@pytest.mark.parametrize("names", [ON_GPUS, IN_SHARDS, ("tokens, FSDP2",)], ids=("DDP", "shards", "FSDP2"))
 def test_two_gpus_learn_what_one_gpu_learns(
     gpu_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
@@ -140,7 +151,7 @@ def test_trl_learns_what_one_process_learns(trainer_ranks: Run) -> None:
 def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks: Run) -> None:
     (found,) = trainer_ranks("tests.support.huggingface_refusals.refuse_all")
     assert {name: words for name, words in REFUSED.items() if words not in found[name]} == {}
-    assert found["experts at once"] == found["nothing"] == ""
+    assert found["experts at once"] == found["nothing"] == found["nothing in shards"] == ""
     assert found["lengths"] == [1, 2, 3]
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}
     assert found["the same by global_batch"] == 6

@@ -49,6 +49,18 @@ class Program(msgspec.Struct, frozen=True):
 
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_grad_norm": 0.5}
+BEST = {  # evaluation, and at the end the weights of the best one, which is the first
+    **ADAM,
+    "greater_is_better": True,
+    "max_steps": 9,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "per_device_eval_batch_size": 3,
+}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 PROGRAMS = {
     "tokens": Program(arguments=ADAM, three_ranks=True),
@@ -76,6 +88,8 @@ PROGRAMS = {
         rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, three_ranks=True, by_memory=True
     ),
     "resumed in other shards": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True, by_memory=True),
+    "the best, in shards": Program(arguments=BEST, by_memory=True),
+    "bf16, in shards": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True),
     "tokens, FSDP2": Program(rows=45, arguments=ADAM, sharded=True),
 }
 
@@ -227,7 +241,8 @@ def make_parts(program: Program) -> dict[str, Any]:
         torch.manual_seed(0)
         return {"model": Plain(), "train_dataset": Points(program.rows)}
     model = tiny_llama() if program.model == "float32" else compute_in_float64(tiny_llama())
-    return {"model": model, "train_dataset": Texts(program.rows), "data_collator": pad_texts}
+    watched = {"eval_dataset": Texts(11)} if "eval_strategy" in program.arguments else {}
+    return {"model": model, "train_dataset": Texts(program.rows), "data_collator": pad_texts, **watched}
 
 
 def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArguments:
@@ -282,7 +297,19 @@ def describe(trainer: Any, output: Any) -> dict[str, Any]:
         "samples": output.metrics["train_samples_per_second"] * output.metrics["train_runtime"],
         "total": trainer.get_total_train_batch_size(trainer.args),
         "predicted": predict(trainer),
+        "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "saved": save(trainer) if trainer.state.best_model_checkpoint else {},
     }
+
+
+def save(trainer: Any) -> dict[str, torch.Tensor]:
+    """The weights in the folder that the trainer saves, as a plain model has them."""
+    folder = Path(trainer.args.output_dir, "saved")
+    trainer.save_model(str(folder))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return {name: each.detach().cpu() for name, each in saved.named_parameters()}
 
 
 def predict(trainer: Any) -> Any:

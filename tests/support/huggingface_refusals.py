@@ -14,6 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.huggingface.rows import check_setup, find_lengths
+from evener.huggingface.shards import check_shards
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
 
 SMALL = Program(rows=12)
@@ -49,6 +50,15 @@ def refuse_setup(**changes: Any) -> str:
     state = SimpleNamespace(state=plugin)
     return sentence(
         lambda: check_setup(SimpleNamespace(args=arguments, accelerator=state, **{**whole, **none, **changes}))
+    )
+
+
+def refuse_in_shards(**changes: Any) -> str:
+    """The sentence for a trainer under a plan in shards of which these are otherwise."""
+    own: dict[str, Any] = {"optimizer": None, "model": torch.nn.Linear(1, 1), "is_fsdp_enabled": False}
+    arguments = SimpleNamespace(torch_compile=changes.pop("torch_compile", False))
+    return sentence(
+        lambda: check_shards(SimpleNamespace(args=arguments, is_deepspeed_enabled=False, **{**own, **changes}))
     )
 
 
@@ -169,6 +179,11 @@ def refuse_all(folder: Path, rank: int) -> None:
         "DeepSpeed": refuse_setup(is_deepspeed_enabled=True),
         "FSDP1": refuse_setup(is_fsdp_enabled=True, fsdp_version=1),
         "tensor parallelism": refuse_setup(get_tp_size=lambda: 2),
+        "in shards, an optimizer": refuse_in_shards(optimizer=object()),
+        "in shards, adapters": refuse_in_shards(model=SimpleNamespace(peft_config={})),
+        "in shards, FSDP": refuse_in_shards(is_fsdp_enabled=True),
+        "in shards, compiled": refuse_in_shards(torch_compile=True),
+        "nothing in shards": refuse_in_shards(),
         "lengths": count_tokens(),
         "nothing": refuse_setup(is_fsdp_enabled=True),
         **refuse_checkpoint(folder),
