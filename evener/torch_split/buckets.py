@@ -228,10 +228,6 @@ class Held:
             for each in self._parameters:
                 each.grad = None
 
-    def before(self, place: int) -> Any:
-        """A parameter's gradient of the passes before this one; None if it had none."""
-        return self._parameters[place].grad if self._kept is None else self._kept[place]
-
     def merge(self, came: set[int]) -> None:
         """Add the pass's gradients to those that were kept, except for final ones."""
         if self._kept is None:

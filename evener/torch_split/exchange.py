@@ -327,6 +327,8 @@ class Exchange:
             self._note_arrived()
             self.held.merge(self._came)
             self.held.close()
+            if self.noise is not None:
+                self.noise.take_sum()
 
     def has_gradients(self) -> bool:
         """True if a parameter has one."""

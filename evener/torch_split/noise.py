@@ -22,7 +22,6 @@ from .buckets import Bucket
 from .collectives import note_own
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
-_AT_ONCE = 1 << 22  # numbers that are multiplied
 
 
 class NoiseSampler:
@@ -99,7 +98,7 @@ class RankNoise(NoiseSampler):
         if self._is_sampled():
             sizes = self._rows()
             rows = sizes[dist.get_rank(group)]
-            own = _stack(self._own).square().sum(0, keepdim=True)
+            own = _add_squares(self._own)
             own = own * (sum(sizes) ** 2 / rows) if rows else torch.zeros_like(own)
             note_own()
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
@@ -110,7 +109,7 @@ class RankNoise(NoiseSampler):
         if self._sum is not None:
             work, weighted = self._sum
             work.wait()
-            whole = _stack([_norm(bucket.gradients) for bucket in buckets]).square().sum(0, keepdim=True)
+            whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
             self._batch = sum(self._rows())
             self._sample = _Pending(self._rows(), torch.cat([weighted, whole.to(weighted.device)]))
         self._own, self._sum, self._begun, self._noted = [], None, [], []
@@ -134,19 +133,37 @@ class RankNoise(NoiseSampler):
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
 
+_HELD_BYTES = 25 << 20  # of gradients whose norms are taken at once
+
+
 class _Pass:
-    """A pass of a step: its rows, the places of parameters that have a gradient, and their gradients' norms."""
+    """A pass of a step: its rows, the places of parameters that have a gradient, and its gradient's squared norm."""
 
     def __init__(self, rows: int, cut: bool) -> None:
         self.rows, self.cut = rows, cut  # cut: a part of a batch, else a whole one
         self.places: set[int] = set()
-        self.norms: list[torch.Tensor] = []
+        self.squares: list[torch.Tensor] = []  # their sum
+        self._held: list[torch.Tensor] = []
+        self._bytes = 0
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Take a parameter's gradient."""
+        self._held.append(gradient)
+        self._bytes += gradient.numel() * gradient.element_size()
+        if self._bytes >= _HELD_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take the norms of gradients that are held."""
+        if self._held:
+            self.squares.append(_add_squares(_norms(self._held)))
+            self._held, self._bytes = [], 0
 
 
 class PassNoise(NoiseSampler):
     """Compares the passes of a step in one process: parts of a batch, or batches whose gradients are accumulated.
 
-    A gradient is looked at as it comes, beside the sum of those before, to which it is added then.
+    A gradient is looked at as it comes, before it is added to that of the passes before.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -155,8 +172,8 @@ class PassNoise(NoiseSampler):
         self._next = 0  # the step that is looked at next
         self._handles: list[Any] = []  # of the hooks, in a step that is looked at
         self._passes: list[_Pass] = []  # of the step
-        self._products: list[torch.Tensor] = []  # of gradients with the sums before
-        self._mixed = self._compared = False  # a pass had two backward passes; two passes were compared
+        self._whole: torch.Tensor | None = None  # squared norm of the sum of their gradients
+        self._mixed = self._compared = False  # passes whose gradients can't be separated; two were compared
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch; RequestError where the first step that is looked at has one pass."""
@@ -174,6 +191,12 @@ class PassNoise(NoiseSampler):
             self._passes.pop()  # a batch that is cut, or without a gradient so far
         self._passes.append(_Pass(rows, cut))
 
+    def take_sum(self) -> None:
+        """Take the norm of the sum of all gradients so far."""
+        gradients = [each.grad for each in self._exchange().parameters if each.grad is not None]
+        if self._handles and gradients:
+            self._whole = _add_squares(_norms(gradients))
+
     def leave_out(self) -> None:
         """Leave out this step, as a pass has failed and is computed again."""
         for each in self._handles:
@@ -181,13 +204,19 @@ class PassNoise(NoiseSampler):
         self._handles = []
 
     def _note(self, place: int, gradient: torch.Tensor) -> None:
-        """Take a parameter's gradient in a backward pass."""
-        last, before = self._passes[-1], self._exchange().held.before(place)
+        """Take a parameter's gradient in a backward pass; those of the first pass are found in the sum."""
+        first, last = self._passes[0], self._passes[-1]
+        if not last.places and last is not first:
+            if self._whole is None:
+                self.take_sum()
+            first.squares = first.squares or [each for each in (self._whole,) if each is not None]
+            self._whole = None
         self._mixed |= place in last.places
         last.places.add(place)
-        last.norms.append(_norm(gradient.detach()))
-        if before is not None:
-            self._products.append(_multiply(before.detach(), gradient.detach()))
+        if last is not first:
+            last.take(gradient)
+            if not last.cut and len(last.places) == len(first.places):
+                torch.autograd.Variable._execution_engine.queue_callback(self.take_sum)
 
     def _end_step(self) -> None:
         passes = [each for each in self._passes if each.places]
@@ -195,11 +224,10 @@ class PassNoise(NoiseSampler):
             self._next = self.steps + self.every
             self._compare(passes)
         self.leave_out()
-        self._passes, self._products, self._mixed = self._passes[len(passes) :], [], False
+        self._passes, self._whole, self._mixed = self._passes[len(passes) :], None, False
         self.steps += self._updates >= 0
 
     def _compare(self, passes: Sequence[_Pass]) -> None:
-        """Take a sample: |g|^2 of the sum is that of each pass, and twice each one's product with the sum before it."""
         sizes = tuple(each.rows for each in passes)
         if len(passes) < 2 and not self._compared:
             raise RequestError(
@@ -208,14 +236,14 @@ class PassNoise(NoiseSampler):
                 "Accumulate a step over two parts of its batch, train on two ranks, or leave noise out.",
             )
         known = all(each.cut for each in passes) or (len(set(sizes)) == 1 and sizes[0])  # batches may come early
-        if len(passes) < 2 or self._mixed or not known:
+        if len(passes) < 2 or self._whole is None or self._mixed or not known:
             return
-        squares = [_stack(each.norms).square().sum(0, keepdim=True) for each in passes]
-        factors = [sum(sizes) ** 2 / each.rows for each in passes]
-        weighted = [factor * square for factor, square in zip(factors, squares, strict=True)]
-        whole = [*squares, *(2 * each[None] for each in self._products)]
-        figures = _stack([_stack(each).sum(0) for each in (weighted, whole)])
-        self._pending.append(_Pending(sizes, figures.flatten()))
+        weighted = torch.zeros_like(self._whole)
+        for each in passes:
+            each.settle()
+            for square in each.squares:
+                weighted += square.to(weighted.device) * (sum(sizes) ** 2 / each.rows)
+        self._pending.append(_Pending(sizes, torch.cat([weighted, self._whole])))
         self._batch, self._compared = sum(sizes), True
 
 
@@ -244,15 +272,13 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(values, dtype=_WIDER.get(values.dtype))
 
 
-def _multiply(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The real part of the scalar product, in float32 at least; a part at a time, as memory may be short."""
-    wide = _WIDER.get(one.dtype, one.dtype)
-    if one.is_sparse or other.is_sparse:
-        return (one * other).coalesce().values().to(wide).sum().real
-    one, other = torch.atleast_1d(one, other)
-    rows = max(1, _AT_ONCE * len(one) // max(1, one.numel()))
-    pairs = zip(one.split(rows), other.split(rows), strict=True)
-    return torch.stack([(some.to(wide) * more.to(wide).conj()).sum() for some, more in pairs]).sum().real
+def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, in few kernels where they are of one kind."""
+    kinds = {(each.device, each.dtype, each.layout) for each in gradients}
+    if len(kinds) > 1 or gradients[0].is_sparse:
+        return [_norm(each) for each in gradients]
+    with torch.no_grad():
+        return list(torch._foreach_norm(list(gradients), 2, dtype=_WIDER.get(gradients[0].dtype)))
 
 
 def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -262,6 +288,11 @@ def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     if len({(each.device, each.dtype) for each in values}) > 1:
         values = [each.to(device, wide) for each in values]
     return torch.stack(list(values)).to(wide)
+
+
+def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the norms' squares, of one element."""
+    return _stack(norms).square().sum(0, keepdim=True)
 
 
 def make_noise(wanted: bool, world: int) -> NoiseSampler | None:
