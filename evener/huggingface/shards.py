@@ -39,7 +39,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """Train by the plan from now on, each device with its part of the model."""
         check_shards(self)
         super().begin_plan()
-        shard(self._planned, self.model, None, None, None)
+        shard(self._planned, self.model, "all", None, None, None)
         watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(

@@ -41,7 +41,7 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 class Slot:
     """A parameter in a flat: its names in the model, one in each place, its whole tensor, and this rank's piece."""
 
-    __slots__ = ("before", "fired", "names", "owners", "piece", "received", "shape", "start", "view", "whole")
+    __slots__ = ("before", "fired", "kept", "names", "owners", "piece", "received", "shape", "start", "view", "whole")
 
     def __init__(self, names: Sequence[str], owners: Sequence[tuple[Any, str]], shape: torch.Size, start: int) -> None:
         self.names, self.owners, self.shape, self.start = tuple(names), tuple(owners), shape, start
@@ -49,12 +49,18 @@ class Slot:
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
         self.fired = False  # a gradient came since the last sum
+        self.kept = -1  # the version of the piece's gradient, while others wait for their sum
         self.received = self.before = False  # there is a sum in this backward pass; there was a gradient before it
 
     @property
     def numel(self) -> int:
         """The elements of the whole parameter."""
         return int(self.shape.numel())
+
+    def is_kept(self) -> bool:
+        """True unless the piece's gradient was cleared or replaced since a pass kept its own."""
+        gradient = self.piece.grad
+        return gradient is not None and gradient._version == self.kept
 
     def point_to(self, parameter: Any) -> None:
         """Make this the parameter of its modules."""
@@ -147,17 +153,27 @@ class Flat:
 
     # ------------------------------------------------------------------ gradients
 
-    def take(self, slot: Slot) -> None:
-        """Take the gradient that a backward pass left at a whole parameter."""
+    def take(self, slot: Slot, weight: float) -> None:
+        """Take the gradient that a backward pass left at a whole parameter, times `weight`."""
         self.receive()  # of an earlier use of the unit
         if self._grads is None:
             self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
             self.held.add("gathered", _size(self._grads))
         gradient, slot.whole.grad = slot.whole.grad, None
-        part = self._grads[slot.start : slot.start + slot.numel]
-        with torch.no_grad():
-            part.add_(gradient.reshape(-1)) if slot.fired else part.copy_(gradient.reshape(-1))
+        if weight:  # else it may be infinite
+            with torch.no_grad():
+                self._grads[slot.start : slot.start + slot.numel].add_(gradient.reshape(-1), alpha=weight)
         slot.fired = True
+
+    def keep(self) -> None:
+        """Keep what was taken for a later sum; pieces have a gradient meanwhile, which shows whether it is cleared."""
+        taken = [slot for slot in self.slots if slot.fired]
+        for slot in taken:
+            if slot.piece.grad is None:
+                self._make_views()
+                slot.piece.grad = slot.view.zero_()
+        for slot in taken:  # views of one tensor have one version
+            slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
         """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets those of its shard."""
@@ -192,20 +208,25 @@ class Flat:
         self.held.add("gathered", -_size(self._grads))
         self._work, self._grads = [], None
 
-    def _add(self, summed: torch.Tensor) -> None:
+    def _make_views(self) -> torch.Tensor:
+        """The gradient's shard, with the slots' views of it."""
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
             self.held.add("gradients", _size(self._grad_shard))
             for slot in self.slots:
                 low, high = self.range_of(slot)
                 slot.view = self._grad_shard[low:high]
+        return self._grad_shard
+
+    def _add(self, summed: torch.Tensor) -> None:
+        shard = self._make_views()
         fresh = [slot for slot in self.slots if not slot.received and slot.piece.grad is not slot.view]
         if len(fresh) == len(self.slots) and all(slot.piece.grad is None for slot in fresh):
-            self._grad_shard.copy_(summed)
+            shard.copy_(summed)
         else:
             for slot in fresh:
                 slot.view.zero_() if slot.piece.grad is None else slot.view.copy_(slot.piece.grad)
-            self._grad_shard.add_(summed)
+            shard.add_(summed)
         for slot in self.slots:
             if not slot.received:
                 slot.received, slot.before, slot.piece.grad = True, slot.piece.grad is not None, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,18 +33,25 @@ from .unit import choose_units, count_gathered
 _MEET = "meet in each unit of a sharded model"
 
 
-def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[float] | None, dtype: Any) -> Any:
+def shard(
+    training: PlannedTraining, model: Any, level: str, units: Any, state: Sequence[float] | None, dtype: Any
+) -> Any:
     """The model, sharded over the ranks of a training; as `Split.shard`."""
+    if level not in ("all", "state") or (level == "state" and units is not None):
+        raise RequestError(
+            f"shard={level!r} with units={units!r} isn't a way to shard.",
+            "Write 'all' or 'state'; units go with 'all'.",
+        )
     check_model(model, training.plan, training.strict)
     if training.world == 1:
         return training.wrap(model)
     _check(training, model)
-    chosen = choose_units(model, units)
+    chosen = choose_units(model, units) if level == "all" else {}
     parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype))
     place = ShardPlace(training.rank, parts, training.device)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
-    training.weights.adopt(model, cut_model(model, chosen, place, dtype), training.device)
+    training.weights.adopt(model, cut_model(model, chosen, place, dtype, level == "state"), training.device)
     training.passes.final = (f"ranks {_MEET}", "Make a plan with smaller passes: evener balance --micro.")
     advise(
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
@@ -53,7 +62,9 @@ def shard(training: PlannedTraining, model: Any, units: Any, state: Sequence[flo
     return model
 
 
-def cut_model(model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None) -> Sharded:
+def cut_model(
+    model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None, keeps: bool = False
+) -> Sharded:
     """Cut a model over the ranks of `place`: from now on its parameters are this rank's pieces."""
     if place.device.type == "cpu":
         return_memory()
@@ -62,13 +73,25 @@ def cut_model(model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: An
             if buffer is not None:
                 module._buffers[name] = buffer.to(place.device)
     replaced = list(model.parameters())
-    sharded = Sharded(model, units, place, dtype)
+    sharded = Sharded(model, units, place, dtype, keeps)
     look_after(sharded, replaced)
     register(sharded)
     model.exchange, model.require_backward_grad_sync = sharded, True
+    if keeps:
+        model.no_sync = partial(_no_sync, model)
     model.register_state_dict_pre_hook(_refuse)
     model.register_load_state_dict_pre_hook(_refuse)
     return sharded
+
+
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    """Backward passes in here leave their sum to a later one."""
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, False
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
 
 
 def _check(training: PlannedTraining, model: Any) -> None:

@@ -124,14 +124,24 @@ def find(optimizer: Any) -> Sharded | None:
 
 
 def _before_step(optimizer: Any, _: Any, __: Any) -> None:
-    if optimizer in _looked_at:
-        return
+    sharded = find(optimizer)
+    if sharded is not None and sharded.waits:
+        raise RequestError(
+            "Gradients weren't summed before the optimizer's step: the last backward pass was under no_sync.",
+            "Leave the last backward pass before each step out of no_sync, also at the end of an epoch.",
+        )
+    if optimizer not in _looked_at:
+        _look_at(optimizer, sharded)
+
+
+def _look_at(optimizer: Any, sharded: Sharded | None) -> None:
+    """RequestError before its first step if it can't train a sharded model's pieces."""
     if any(each in _replaced for group in optimizer.param_groups for each in group["params"]):
         raise RequestError(
             "The optimizer has the model's parameters from before split.shard, which are no longer trained.",
             "Make the optimizer after split.shard.",
         )
-    if find(optimizer) is not None:
+    if sharded is not None:
         if unwrap(type(optimizer).step) not in {unwrap(kind.step) for kind in ELEMENTWISE}:
             raise RequestError(
                 f"{type(optimizer).__name__} looks at whole parameters, and a sharded model's ranks have pieces.",

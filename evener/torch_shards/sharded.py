@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..torch_rows.structure import each_tensor, tensors_in
 from ..torch_split.collectives import own_collectives
-from .flat import ShardPlace
+from .flat import ShardPlace, Slot
 from .unit import Ledger, Unit, find_parameters
 
 _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)  # outputs without tensors
@@ -31,10 +31,13 @@ def _nothing(*_: Any) -> None:
 class Sharded:
     """The units of `model` on the ranks of `place`, in the part of an Exchange that weighs and sums gradients.
 
-    `dtype` is that of the whole parameters, where it isn't the shards'.
+    `dtype` is that of the whole parameters, where it isn't the shards'. A model that `keeps` them, and gradients, whole
+    through all passes of a batch has no units, and sums once: in the backward pass that isn't under no_sync.
     """
 
-    def __init__(self, model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None) -> None:
+    def __init__(
+        self, model: Any, units: Mapping[str, Any], place: ShardPlace, dtype: Any = None, keeps: bool = False
+    ) -> None:
         self.held, self.place = Ledger(), place
         parameters = find_parameters(model, units)
         modules = {"": model, **units}
@@ -46,6 +49,9 @@ class Sharded:
         self.begun: Callable[[Any, Any], None] = _nothing
         self.done: Callable[[], None] = _nothing
         self._dtype = dtype
+        self.keeps = keeps
+        self._sums = True  # the backward pass of the last forward pass ends with a sum
+        self.waits = False  # gradients of passes wait for their sum
         self._follows: dict[Unit, Unit] = {}  # the unit that was computed next in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # that was computed in this forward pass
@@ -78,9 +84,9 @@ class Sharded:
         """Set the weight of gradients that come from now on."""
         self.weight = weight
 
-    def watch(self, outputs: Sequence[torch.Tensor], _: bool, batch: Any = None) -> None:
-        """Backward passes through these outputs of the model are of this batch."""
-        self._batch = batch
+    def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
+        """Backward passes through these outputs of the model are of this batch; `sync`: they end with a sum."""
+        self._batch, self._sums = batch, sync or not self.keeps
 
         def begin(_: Any) -> None:
             self.arm(batch)
@@ -110,12 +116,15 @@ class Sharded:
 
     def _start(self) -> None:
         if self._task is not None:  # the last backward pass ended with an error
+            self.waits = False
             for unit in [self.root, *self.units]:
                 unit.forget()
+        self._check_kept(lambda slot: slot.is_kept())
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
             unit.check_unchanged()
-            unit.free()  # a step may have moved its weights
+            if not self.waits:
+                unit.free()  # a step may have moved its weights
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
@@ -163,6 +172,7 @@ class Sharded:
             )
         begins = self._task is None
         if begins:
+            self._check_kept(lambda slot: slot.piece.grad is not None)
             if self.root.gathered:
                 self.root.gather()  # it may be hidden
             self._task = torch._C._current_graph_task_id()
@@ -190,7 +200,7 @@ class Sharded:
             return
         if self._sending is not None:
             self._sending.receive()
-        unit.send(self.weight)
+        unit.send(1.0 if self.keeps else self.weight)
         self._sending = unit
 
     def accumulated(self, unit: Unit) -> None:
@@ -201,6 +211,10 @@ class Sharded:
 
     def _end(self) -> None:
         """The backward pass is over."""
+        if not self._sums:
+            self._keep()
+            return
+        self.waits = False
         for unit in [*self.units, self.root]:
             self._send(unit)
             unit.free()
@@ -210,6 +224,21 @@ class Sharded:
         self._settle()
         self.ran = True
         self.done()
+
+    def _keep(self) -> None:
+        """Keep the gradients of a pass for the sum of a later one, and the whole parameters for that pass."""
+        self.waits, self._task, self._passing = True, None, None
+        self.root.hide()
+        for flat in self.root.trained:
+            flat.keep()
+
+    def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
+        """RequestError if gradients that wait for their sum were cleared."""
+        if self.waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
+            raise RequestError(
+                "Gradients were cleared between the passes, or the batches, of a sum.",
+                "Call zero_grad() after the optimizer's step alone.",
+            )
 
     def _settle(self) -> None:
         """Give parameters their gradients, but for those that no rank used."""
@@ -266,8 +295,9 @@ class UnitHooks:
         """The hook of a whole parameter, whose gradient is there."""
 
         def hook(_: Any) -> None:
-            self._sharded.accumulated(self._unit)
-            flat.take(slot)
+            sharded = self._sharded
+            sharded.accumulated(self._unit)
+            flat.take(slot, sharded.weight if sharded.keeps else 1.0)
 
         return hook
 

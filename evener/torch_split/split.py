@@ -230,19 +230,22 @@ class Split:
         self,
         model: Model,
         *,
+        shard: Literal["all", "state"] = "all",
         units: Sequence[Any] | type | None = None,
         state: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
         """The model itself, its parameters, gradients and optimizer state cut over the ranks, in place of `wrap`.
 
+        With `shard="state"` each rank has the optimizer's state of its part, and parameters and gradients whole while a
+        batch is computed: they are gathered and summed once, also in passes and accumulated under `split.no_sync`.
         A unit's parameters are gathered before it computes and freed after: blocks of ModuleLists, or the classes or
         modules in `units`. `state` is the part that each rank holds, by default the plan's, or what its GPU has room
         for. With `dtype`, such as torch.bfloat16, the model computes in it, and shards keep their type. Make the
         optimizer after it. RequestError for what can't be sharded.
         """
         made = import_module("evener.torch_shards.make")  # which builds on this package
-        return cast(Model, made.shard(self._planned, model, units, state, dtype))
+        return cast(Model, made.shard(self._planned, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """On rank 0 a sharded model's whole parameters and buffers in the host's memory, as `state_dict` has them.

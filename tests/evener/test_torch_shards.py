@@ -154,7 +154,7 @@ def test_on_two_gpus_too(gpu_ranks: Callable[..., list[Any]]) -> None:
 
 def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
     """Ranks that compute rows 5:2:1 hold 1:2:5 of parameters, gradients and optimizer state."""
-    for name in ("adamw, clipped", "units by class"):
+    for name in ("adamw, clipped", "units by class", "state, clipped"):
         for kind in ("shards", "gradients", "state"):
             held = [rank[name]["now"][kind] for rank in trained]
             assert [each / sum(held) for each in held] == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.01)

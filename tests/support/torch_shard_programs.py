@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,8 @@ class ShardCase(msgspec.Struct, frozen=True):
     by_loss: bool = False
     units: str = ""
     planned: bool = False  # the plan has the parts of state
+    level: Any = "all"
+    window: bool = False  # batches are accumulated under no_sync
 
 
 CASES = {
@@ -152,6 +155,19 @@ CASES = {
     "units by class": ShardCase("momentum", units="linear"),
     "units by size": ShardCase(units="size"),
     "layers beside blocks": ShardCase(units="layers", clip=0.1),
+    "state, clipped": ShardCase(level="state", clip=0.1, groups=True, validate=True),
+    "state, passes, accumulated, tied": ShardCase(
+        "momentum", level="state", micros=(2, 1, 1, 1), accumulate=3, window=True, tied=True, mapping=True
+    ),
+    "state, accumulated, unused, validated": ShardCase(
+        level="state", accumulate=2, window=True, unused=True, tied_blocks=True, validate=True, clip=0.1
+    ),
+    "state, frozen, a penalty": ShardCase(
+        level="state", frozen=("words", "blocks.1.up"), penalty=1e-2, accumulate=2, window=True
+    ),
+    "state, checkpointed, reentrant": ShardCase("momentum", level="state", checkpoint=True, order=(0, 1, 2, 1)),
+    "state, cleared late, weighted by loss": ShardCase("momentum", level="state", late=True, by_loss=True, clip=0.1),
+    "state, a failed pass": ShardCase(level="state", fails=True, shared=True, inner=True, window=True, accumulate=2),
 }
 
 
@@ -248,7 +264,7 @@ def start(case: ShardCase, world: int) -> tuple[Split, Any]:
     model = make_model(case)
     if case.units == "size":
         model.blocks = torch.nn.Sequential(*model.blocks)
-    return split, split.shard(model, units=units, state=None if case.planned else PARTS[world])
+    return split, split.shard(model, shard=case.level, units=units, state=None if case.planned else PARTS[world])
 
 
 def train(case: ShardCase, world: int) -> dict[str, Any]:
@@ -263,7 +279,10 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
         for batch in loader:
             if case.fails and len(norms) in (0, 2):
                 fail(case, model, batch)
-            compute(case, split, model, batch)
+            with split.no_sync(model) if case.window and (len(norms) + 1) % case.accumulate else nullcontext():
+                compute(case, split, model, batch)
+            if case.validate and case.window:
+                validate(split, model)
             norms.append(finish(case, len(norms), model, update))
             if case.validate:
                 validate(split, model)
@@ -342,8 +361,8 @@ def train_and_save(world: int, path: str) -> dict[str, Any]:
 
 
 def train_on(world: int, path: str) -> dict[str, torch.Tensor]:
-    """The rest of the training, under other shares."""
-    split, model = start(SAVED, world)
+    """The rest of the training, under other shares; on two ranks each has the parameters whole."""
+    split, model = start(msgspec.structs.replace(SAVED, level="state" if world == 2 else "all"), world)
     update = make_optimizer(SAVED, model)
     for group in update.param_groups:
         group["lr"] = 99.0  # the checkpoint says

@@ -137,6 +137,25 @@ def wrapped_after(split: Split, model: Any) -> None:
     split.wrap(model)
 
 
+def with_state_and_units(split: Split, model: Any) -> None:
+    split.shard(model, shard="state", units=torch.nn.Linear)
+
+
+def without_a_sum(split: Split, model: Any, clears: bool = False) -> None:
+    """A step right after a batch that was accumulated, or another batch once its gradients were cleared."""
+    model = split.shard(model, shard="state")
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    step_once(split, model, update)
+    for inputs, labels in split.loader(data()):
+        with split.no_sync(model):
+            objective(model.case, model, inputs, labels).backward()
+        update.zero_grad(set_to_none=split.rank == 1) if clears else update.step()
+
+
+def cleared_before_a_sum(split: Split, model: Any) -> None:
+    without_a_sum(split, model, clears=True)
+
+
 def _run_out(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -165,6 +184,9 @@ REFUSED: dict[str, tuple[str, Callable[[Split, Any], None]]] = {
     "a sharded model, wrapped": ("Leave split.wrap out", wrapped_after),
     "a rank without state": ("Give each rank a part above 0", with_wrong_parts),
     "units of no module": ("Give classes of its blocks", with_no_unit),
+    "units of the state alone": ("units go with 'all'", with_state_and_units),
+    "a step without a sum": ("Leave the last backward pass before each step out of no_sync", without_a_sum),
+    "cleared before a sum": ("Call zero_grad() after the optimizer's step alone", cleared_before_a_sum),
     "torch.compile": ("can't be compiled", compiled),
     "a check of the loss": ("Leave split.check out", checked),
     "rows by length": ("Leave lengths out", by_length),
