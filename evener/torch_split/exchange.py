@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -303,8 +304,8 @@ class Exchange:
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
         self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
-        reference = weakref.ref(self)  # a parameter must not keep what a dropped wrapper had
-        hooks = [each.last.register_post_accumulate_grad_hook(_looker(reference, each)) for each in self._buckets]
+        look = partial(_look_for, weakref.ref(self))  # a parameter must not keep what a dropped wrapper had
+        hooks = [each.last.register_post_accumulate_grad_hook(partial(look, each)) for each in self._buckets]
         own_hooks.update(each.id for each in hooks)
         weakref.finalize(self, _remove, hooks)
         for bucket in self._buckets:
@@ -354,13 +355,9 @@ _exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
 own_hooks: set[int] = set()  # on parameters, by the id of their handle
 
 
-def _looker(reference: weakref.ref[Exchange], bucket: Bucket) -> Callable[[Any], None]:
-    def look(_: Any) -> None:
-        exchange = reference()
-        if exchange is not None:
-            exchange._look(bucket)
-
-    return look
+def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
+    if (exchange := reference()) is not None:
+        exchange._look(bucket)
 
 
 def _end(task: int) -> None:
