@@ -273,9 +273,7 @@ class Rebalancing:
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
-        self._windows: dict[
-            int, tuple[float, int]
-        ] = {}  # to be exchanged: own work and rows of a pass by the last step
+        self._windows: dict[int, tuple[float, int]] = {}  # to exchange: own work, rows of a pass; by the last step
         self._retreats = 0  # of this rank that were seen
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays

@@ -311,10 +311,8 @@ def find_shares(
     else:
         fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
         fits(devices=None, world=stand.world, strict=False)  # before anyone waits for a process that never comes
-        host, named = (
-            find_host(share.host for share in chosen.layout.active),
-            on_gpu[0] if on_gpu else launched_device(),
-        )
+        host = find_host(share.host for share in chosen.layout.active)
+        named = on_gpu[0] if on_gpu else launched_device()
         digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
         own = RankInfo(machine, host, named, tuple(gpus), stand.local_rank, digest)
     ranks = gather_infos(msgspec.structs.replace(own, options=dict(options), training=secrets.token_hex(8)), stand)

@@ -158,9 +158,8 @@ class Rebalancer:
             more = (now - 1) - ratio * (count - 1)
             if now != count and abs(more) >= CLEAR_PASSES:
                 curve = self._curves[rank]
-                rows = ratio * step_in_passes(curve, share, count, 0.0) - step_in_passes(
-                    curve, self.shares[rank], now, 0.0
-                )
+                then = step_in_passes(curve, share, count, 0.0)
+                rows = ratio * then - step_in_passes(curve, self.shares[rank], now, 0.0)
                 seen = max(0.0, rows / more)  # the device's speed may have changed meanwhile
                 self._extras[rank], learned = seen if guess is None else (guess[rank] + seen) / 2, True
         self._before = []
