@@ -23,7 +23,7 @@ from .search.layouts import BALANCE, LayoutOptions
 from .search.model.memory import Memory
 from .search.search import Search
 from .search.statistics import relative_half_width
-from .store.locks import lock_devices
+from .store.locks import lock_job
 from .types import Failed, Finding, Probe, Problem, Timed
 
 BATCHES = 2  # stepped: two points give a line
@@ -85,7 +85,7 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
     """
     alone = _keep_first(resolved)
     with (
-        lock_devices("", alone.exclusive()),
+        lock_job(alone),
         closing(make_prober(alone, error_file=new_error_file())) as prober,
     ):
         timed = _step(alone, prober, report, stop, tuple(find_largest_model(resolved)))

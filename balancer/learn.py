@@ -24,7 +24,7 @@ from .intake import take_in
 from .probes.fork_server import die_with_parent
 from .request import Job, Request
 from .result.words import refuse
-from .store.locks import lock_devices
+from .store.locks import lock_job
 from .types import Finding
 
 
@@ -34,7 +34,7 @@ def learn(job: Job, seconds: float) -> Request:
         raise refuse(Finding("request.learn", {"workload": job.workload}))
     variables = {**os.environ, "PYTHONPATH": import_path(os.environ.get("PYTHONPATH", ""))}
     command = [sys.executable, "-m", __name__, f"{seconds}", msgspec.json.encode(job.request).decode()]
-    with lock_devices("", job.exclusive([0])):
+    with lock_job(job, [0]):
         ended = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=False)
     if ended.returncode:
         raise NoLayoutError(

@@ -24,7 +24,7 @@ from .request import Job
 from .result.rivals import describe
 from .result.words import make_fault, say
 from .search.search import Search
-from .store.locks import lock_devices
+from .store.locks import lock_job
 from .types import (
     Failed,
     Finding,
@@ -111,7 +111,7 @@ def timed_runs(
     NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
     """
     with (
-        lock_devices("", resolved.exclusive(layout.active)),
+        lock_job(resolved, layout.active),
         contextlib.closing(make_prober(resolved, error_file=new_error_file())) as prober,
     ):
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)

@@ -68,12 +68,6 @@ class Job(msgspec.Struct, frozen=True, dict=True):
         """True if the devices are simulated, as a journal of the job says too."""
         return is_simulated(device.kind for device in self.devices)
 
-    def exclusive(self, positions: Iterable[int] | None = None) -> tuple[Device, ...]:
-        """The devices, or those at `positions`, that the job keeps others off: neither shared nor simulated ones."""
-        if self.request.share or self.machine is not None:
-            return ()
-        return self.devices if positions is None else tuple(self.devices[position] for position in positions)
-
     @cached_property
     def problem(self) -> Problem:
         """The problem that a search is to solve, for a new job as for one that a journal has."""

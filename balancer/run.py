@@ -16,7 +16,7 @@ from .journal import EndedEntry, Header, Journal, LaterEntry, Record
 from .request import Job, Request
 from .result.words import refuse
 from .store import runs
-from .store.locks import lock_devices, lock_run
+from .store.locks import lock_job, lock_run
 from .types import Failed, Finding, Timed
 
 CHANGEABLE = ("budget_seconds", "pace", "share", "compare", "ray_address")  # without effect on earlier measurements
@@ -63,7 +63,7 @@ def begin(job: Job) -> Run:
     """Begin a run; DeviceError if another session has the devices."""
     folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
-        locks.enter_context(lock_devices(folder.name, job.exclusive()))
+        locks.enter_context(lock_job(job, run=folder.name))
         header = Header(
             folder.name,
             time.strftime(runs.CREATED, time.gmtime()),
@@ -108,7 +108,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         )
         found = take_in(wanted)
         _check_devices(header, found)
-        locks.enter_context(lock_devices(folder.name, found.exclusive()))
+        locks.enter_context(lock_job(found, run=folder.name))
         more = extend_seconds is not None or (before is not None and budget is not None and budget > before)
         return Run(
             msgspec.structs.replace(found, devices=header.devices, largest_share=header.largest_share),

@@ -34,7 +34,7 @@ from .machine import (
     SimulatedShards,
     Sync,
 )
-from .types import Device, DeviceSample, Snapshot, Source, Term, value
+from .types import Device, DeviceSample, Limit, Snapshot, Source, Term, value
 
 if TYPE_CHECKING:
     from .snapshot_builder import SnapshotBuilder
@@ -301,7 +301,7 @@ class SimulatedDevices(Backend):
             )
         machine = load_machine(files[0]) if files else catalogue([term.pick for term in terms])
         limits = (terms[0].limit,) * len(machine.devices) if files else tuple(term.limit for term in terms)
-        if any(limits):
+        if any(limit != Limit() for limit in limits):
             machine = msgspec.structs.replace(machine, limits=limits)
         return Discovery(machine.described(), (), machine)
 

@@ -23,6 +23,8 @@ from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, RequestError, as_request_error
 from evener.system.files import runs_folder, state_folder, trusted_folder
 
+from ..request import Job
+
 SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
 LARGEST_LOCKS_BYTES = 4 << 20
@@ -57,6 +59,13 @@ def is_running(run: str) -> bool:
         return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
+
+
+def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
+    """Keep others off the job's devices, or those at `positions`, unless they are shared or simulated; DeviceError."""
+    if job.request.share or job.machine is not None:
+        return ExitStack()
+    return lock_devices(run, job.devices if positions is None else [job.devices[position] for position in positions])
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:

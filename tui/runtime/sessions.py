@@ -12,7 +12,7 @@ from evener.balancer.manual_run import choose_layout
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
 from evener.balancer.store import runs
-from evener.balancer.store.locks import lock_devices
+from evener.balancer.store.locks import lock_job
 from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
 from evener.errors import NoLayoutError
 from evener.plan.file import parse_plan, to_json
@@ -30,7 +30,7 @@ class ProbeSession(EventThread):
         super().__init__()
         self._resolved = take_in(request)
         self._layout = choose_layout(len(self._resolved.devices), None, batches)
-        self._locks = lock_devices("", self._resolved.exclusive(self._layout.active))
+        self._locks = lock_job(self._resolved, self._layout.active)
         self._prober = make_prober(self._resolved, error_file=new_error_file())
 
     def close(self) -> None:
