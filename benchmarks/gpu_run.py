@@ -1,11 +1,11 @@
 """`evener run` against the program's own launcher: `python -m benchmarks.gpu_run --out FOLDER [--kind cpu]`.
 
-Three programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the second one at 60 %
+The programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the second one at 60 %
 (gain without a plan). Each is also trained by the shares that both devices' own work at even shares asks for, which is
 what a plan of `evener balance` has. Times are those of optimizer steps; own launcher and evener run take turns
 (`--turns`), and ratios are those of neighbours. Cases run in the order of their value; what doesn't begin within
-`--seconds` is left out. With `--kind cpu`, ranks have half of this process's cores each, by either launcher, and one
-thread, or `--threads`.
+`--seconds` is left out. With `--ahead`, the next program imports its libraries while one trains, and then waits. With
+`--kind cpu`, ranks have half of this process's cores each, by either launcher, and one thread, or `--threads`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_bench import mps_daemon
 from evener.system.cores import slice_cores
@@ -50,16 +49,40 @@ def main() -> None:
     parser.add_argument("--count", default="", help="steps of a program")
     parser.add_argument("--length", default="", help="tokens of a row")
     parser.add_argument("--width", default="", help="of the model")
+    parser.add_argument("--ahead", action="store_true", help="start the next program while one trains")
     parser.add_argument("--threads", default="1", help="of a rank")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
     with bench.limits() as variables:
-        for turn in range(options.turns):
-            for case in options.cases.split(","):
-                name, percent = case.split(":")
-                bench.measure(name, percent, turn, variables)
-        bench.summarize()
+        try:
+            bench.measure(variables)
+        finally:
+            bench.close()
+    bench.summarize()
+
+
+class Job(NamedTuple):
+    """A training: its program, the second device's percentage, how it starts (own, run, plan), and the turn."""
+
+    name: str
+    percent: str
+    way: str
+    turn: int
+
+    @property
+    def case(self) -> tuple[str, str]:
+        """What it is compared within."""
+        return self.name, self.percent
+
+
+class Started(NamedTuple):
+    """A training's processes, which wait for the file `gate`."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    folder: Path
+    plan: str
 
 
 class Bench:
@@ -69,7 +92,8 @@ class Bench:
         self._options, self._ends = options, time.monotonic() + options.seconds
         self._found: list[dict[str, Any]] = []
         self._pairs: list[dict[str, Any]] = []
-        self._plans: dict[tuple[str, str], dict[str, Any]] = {}  # the newest run by a plan
+        self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}  # of each case and way
+        self._running: list[subprocess.Popen[bytes]] = []
         self._devices, self._cores = "gpu:0,gpu:1", ""  # of ranks that the program's own launcher starts
         if options.kind == "cpu":
             allowed = os.sched_getaffinity(0)
@@ -80,18 +104,45 @@ class Bench:
         """What holds a GPU to a percentage."""
         return contextlib.nullcontext({}) if self._options.kind == "cpu" else mps_daemon(self._options.out / "mps")
 
-    def measure(self, name: str, percent: str, turn: int, variables: dict[str, str]) -> None:
-        """A program by its own launcher, by evener run, and by the shares that its even steps ask for."""
-        given = {"COUNT": self._options.count, "LENGTH": self._options.length, "WIDTH": self._options.width}
-        sizes = {key: value for key, value in given.items() if value}
-        slowed = {**variables, **sizes, "SLOWED": f"{percent} {self._options.kind}"}
-        own = self._run(name, percent, f"own{turn}", {**slowed, "CORES": self._cores})
-        ours = self._run(name, percent, f"run{turn}", slowed)
-        words = self._plan(ours.get("said", "")) if turn < self._options.plans and percent != "100" else ""
-        plan = self._run(name, percent, f"plan{turn}", slowed, words) if words else self._plans.get((name, percent), {})
-        self._plans[name, percent] = plan
-        if own.get("last_ms") and ours.get("last_ms"):
-            line = {"program": name, "percent": percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
+    def measure(self, variables: dict[str, str]) -> None:
+        """Each program by evener run, by its own launcher, and by the shares that its even steps ask for."""
+        jobs = self._jobs()
+        ahead = self._start(jobs[0], variables)
+        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
+            current, early = ahead, self._options.ahead
+            if current is not None:
+                (current.folder / "gate").touch()
+            ahead = self._start(following, variables) if following and early else None
+            if current is not None:
+                self._newest[*job.case, job.way] = self._end(current)
+            if following is None or (following.case, following.turn) != (job.case, job.turn):
+                self._compare(job)
+            if following and not early:
+                ahead = self._start(following, variables)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self._running:
+            process.terminate()  # its ranks have sessions of their own, and are ended by it
+        for process in self._running:
+            process.wait(30)
+
+    def _jobs(self) -> list[Job]:
+        """All trainings in order; a plan, which asks for what evener run has seen, isn't next to it."""
+        jobs = []
+        for turn in range(self._options.turns):
+            for case in self._options.cases.split(","):
+                name, percent = case.split(":")
+                ways = ["run", "own"] if turn % 2 == 0 or percent != "100" else ["own", "run"]
+                ways += ["plan"] * (turn < self._options.plans and percent != "100")
+                jobs += [Job(name, percent, way, turn) for way in ways]
+        return jobs
+
+    def _compare(self, job: Job) -> None:
+        """Keep the ratios of a turn's trainings."""
+        own, ours, plan = (self._newest.get((*job.case, way), {}) for way in ("own", "run", "plan"))
+        if {own.get("turn"), ours.get("turn")} == {job.turn} and own.get("last_ms") and ours.get("last_ms"):
+            line = {"program": job.name, "percent": job.percent, "gain": own["last_ms"] / ours["last_ms"] - 1}
             line["cpu"] = ours["cpu_ms"] / own["cpu_ms"] - 1
             if plan.get("last_ms"):
                 line["of_plan"] = plan["last_ms"] / ours["last_ms"]
@@ -117,47 +168,68 @@ class Bench:
         share = round(total * speeds[0] / sum(speeds))
         return PLAN.format(one, share, other, total - share)
 
-    def _run(self, name: str, percent: str, way: str, variables: dict[str, str], plan: str = "") -> dict[str, Any]:
-        if time.monotonic() > self._ends:
-            return {}
-        folder = self._options.out / f"{name}-{percent}-{way}"
+    def _start(self, job: Job, variables: dict[str, str]) -> Started | None:
+        """Start a training, which waits for its gate; None without time for it, or shares."""
+        seen = self._newest.get((*job.case, "run"), {}).get("said", "")
+        plan = self._plan(seen) if job.way == "plan" else ""
+        if time.monotonic() > self._ends or (job.way == "plan" and not plan):
+            return None
+        folder = self._options.out / f"{job.name}-{job.percent}-{job.way}{job.turn}"
         folder.mkdir(exist_ok=True)
-        script = str(HERE / "run_jobs" / f"{name}.py")
+        script = str(HERE / "run_jobs" / f"{job.name}.py")
         words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-        if not way.startswith("own"):
+        if job.way != "own":
             (folder / "plan.toml").write_text(plan)
             shares = ["--plan", str(folder / "plan.toml")] if plan else ["--devices", self._devices]
             words = ["evener", "run", *shares, "--", sys.executable, script]
-        began = time.monotonic()
-        code, said = self._start([sys.executable, "-m", *words], folder, variables)
+        places = {
+            "XDG_STATE_HOME": folder / "state",
+            "STEPS": folder / "steps",
+            "FOLDER": folder,
+            "GATE": folder / "gate",
+        }
+        own = {name: str(place) for name, place in places.items()}
+        own |= {"SLOWED": f"{job.percent} {self._options.kind}", "CORES": self._cores if job.way == "own" else ""}
+        with (folder / "log.txt").open("w") as output:
+            pipes: Any = {"stdout": output, "stderr": output, "start_new_session": True}
+            command = [sys.executable, "-m", *words]
+            process = subprocess.Popen(command, env={**self._environment(), **own, **variables}, **pipes)
+        self._running.append(process)
+        return Started(job, process, folder, plan)
+
+    def _environment(self) -> dict[str, str]:
+        """Of all trainings."""
+        options = self._options
+        paths = (str(HERE / "slowed"), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
+        common = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+        given = {"COUNT": options.count, "LENGTH": options.length, "WIDTH": options.width}
+        sizes = {**SIZES[options.kind], **{key: value for key, value in given.items() if value}}
+        return {**os.environ, **common, **sizes, "OMP_NUM_THREADS": options.threads}
+
+    def _end(self, started: Started) -> dict[str, Any]:
+        """Wait for the end of a training, and read the times of its steps."""
+        began, (job, process, folder, plan) = time.monotonic(), started
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = -1
+            process.terminate()
+            process.wait(30)
+        self._running.remove(process)
         ends, processor = (
             [float(each) for each in line.split()] for line in (_text(folder / "steps") or "\n").split("\n")
         )
         steps, work = ([1e3 * (b - a) for a, b in pairwise(each)] for each in (ends, processor))
-        found = {"program": name, "percent": percent, "way": way, "code": code, "took_s": time.monotonic() - began}
+        found = {"program": job.name, "percent": job.percent, "way": job.way, "turn": job.turn}
+        found |= {"code": code, "took_s": time.monotonic() - began}
         if len(steps) > WINDOW:
             found |= {"first_ms": statistics.median(steps[5:25]), "last_ms": statistics.median(steps[-WINDOW:])}
             found["cpu_ms"] = statistics.median(work[-WINDOW:])
-        self._keep({**found, "said": said[-2500:], "plan": plan, "steps_ms": [round(each, 2) for each in steps]})
-        return self._found[-1]
-
-    def _start(self, words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
-        paths = (str(HERE / "slowed"), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
-        places = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "XDG_STATE_HOME": str(folder / "state")}
-        own = {"STEPS": str(folder / "steps"), "FOLDER": str(folder), "HF_HUB_OFFLINE": "1"}
-        own["OMP_NUM_THREADS"] = self._options.threads
-        environment = {**os.environ, **SIZES[self._options.kind], **places, **own, **variables}
-        log = folder / "log.txt"
-        with log.open("w") as output:
-            pipes: Any = {"stdout": output, "stderr": output, "start_new_session": True}
-            with subprocess.Popen(words, env=environment, **pipes) as process:
-                try:
-                    code = process.wait(SECONDS)
-                except subprocess.TimeoutExpired:
-                    code = -1
-                    os.killpg(process.pid, signal.SIGKILL)
-        lines = _text(log).splitlines()
-        return code, "\n".join(line for line in lines if "evener" in line or "rows" in line or "Error" in line)
+        lines = _text(folder / "log.txt").splitlines()
+        said = "\n".join(line for line in lines if "evener" in line or "rows" in line or "Error" in line)
+        found |= {"said": said[-2500:], "plan": plan, "steps_ms": [round(each, 2) for each in steps]}
+        self._keep(found)
+        return found
 
     def _keep(self, found: dict[str, Any]) -> None:
         self._found.append(found)

@@ -139,7 +139,8 @@ def compare(trainer: str, number: int, rates: dict[tuple[str, str], Rate], plan:
     own = {variant: pick_figure(rate, plan) for (name, variant), rate in rates.items() if name == trainer}
     if "plan" not in own:
         return f"{trainer}, round {number + 1}: no training by the plan."
-    words = [f"{own['plan'] / promised(plan):.3f} of its figure"]
+    between = (plan.throughput.high - plan.throughput.low) / 2 / plan.throughput.samples_per_second
+    words = [f"{own['plan'] / promised(plan):.3f} of its figure (± {between:.1%})"]
     words += [f"{own['plan'] / figure:.3f} of {variant}" for variant, figure in own.items() if variant != "plan"]
     if {"even", "alone"} <= own.keys() and own["alone"] > own["even"]:
         part = (own["plan"] - own["even"]) / (own["alone"] - own["even"])

@@ -2,7 +2,8 @@
 
 SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it on a CPU for the rest
 of each 25 ms. CORES are those of each rank, where its launcher chooses none. STEPS is the file in which the first rank
-leaves the times of its optimizer's steps, and its processor's.
+leaves the times of its optimizer's steps, and its processor's. GATE is the file that a rank waits for once it has
+imported benchmarks/run_jobs/model.py, and the trainers that are to be there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,16 @@ def _note(_: Any) -> None:
     )
 
 
+def _wait(_: Any) -> None:
+    if Path(sys.argv[0]).stem == "sft":
+        import_module("trl.trainer.sft_trainer")
+    import_module("transformers.trainer")
+    while not Path(os.environ["GATE"]).exists():
+        time.sleep(0.02)
+
+
 if "LOCAL_RANK" in os.environ:
+    register_post_import_hook(_wait, "model")
     if cores := os.environ.get("CORES"):
         os.sched_setaffinity(0, map(int, cores.split(";")[int(os.environ["LOCAL_RANK"])].split(",")))
     percent, kind = os.environ.get("SLOWED", "100 cpu").split()
