@@ -12,7 +12,7 @@ from textual.widgets import Input, Static
 
 from evener.plan.file import load_plan
 from evener.tui.screens.dialogs import ConfirmDialog
-from evener.tui.screens.run_dialogs import SaveDialog, complete_path, plan_dialog
+from evener.tui.screens.run_dialogs import SaveDialog, plan_dialog
 from evener.tui.screens.runs import ReplayScreen, RunPanel
 from evener.tui.view.cells import cells
 from evener.tui.widgets.lines import Lines
@@ -182,17 +182,3 @@ async def test_only_the_focused_list_shows_its_cursor(app_of: Any) -> None:
         app.screen.query_one("#pick-workload").focus()
         await until(pilot, lambda: "▸" in text(app, "#pick-workload"), "the cursor moves")
         assert "▸" not in text(app, "#pick-devices")
-
-
-def test_tab_completes_a_path_as_a_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as all matches agree, then the first; signs of patterns are names like others."""
-    for name in ("plan-a.toml", "plan-b.toml", ".hidden", "odd[1].json"):
-        (tmp_path / name).touch()
-    (tmp_path / "plans").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for typed, longer in (
-        ("pl", "plan"), ("plan-", "plan-a.toml"), ("plans", "plans/"), ("odd[", "odd[1].json"), (".h", ".hidden"),
-        ("~/odd", "~/odd[1].json"), (f"{tmp_path}/o", f"{tmp_path}/odd[1].json"), ("none", None), ("no/where", None),
-    ):  # fmt: skip
-        assert complete_path(typed) == longer, typed

@@ -11,7 +11,6 @@ from textual.events import Key
 from textual.widgets import Input, Static
 
 from evener.balancer.families import FAMILIES
-from evener.devices.discover import discover
 from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen, Setup, form_words
@@ -144,26 +143,6 @@ async def test_efficiency_and_what_it_may_cost_are_asked_for_in_the_form(app_of:
         await until(pilot, lambda: len(searches.requests) == 2, "the second search")
         asked = [(request.objective, request.max_slowdown) for request in searches.requests]
         assert asked == [("throughput", 0.1), ("samples-per-joule", 0.05)]
-
-
-async def test_batches_of_one_s_own_are_timed_in_the_app(app_of: Any) -> None:
-    """Real simulated devices; the fields of a search are gone, and what is measured is said."""
-    app = app_of()
-    found = discover("sim:gtx1080ti,gtx1080")
-    app.devices, app.trainable = "sim:gtx1080ti,gtx1080", found.devices
-    async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.press("2")
-        await until(pilot, lambda: "[x] SIM:1" in text(app, "#pick-devices"), "the form")
-        app.screen.query_one("#task", OneOf).action_change(-1)
-        await until(pilot, lambda: not app.screen.query_one("#row-budget").display, "the fields of a probe")
-        await pilot.press("ctrl+s")
-        assert "batches is empty" in text(app, "#problem")
-        app.screen.query_one("#batches", Input).value = "820, 568"
-        app.screen.query_one("#pace", Input).value = "0"
-        await pilot.press("ctrl+s")
-        await until(pilot, lambda: app.balance.ended, "the end")
-        assert (app.balance.probes, app.balance.fault) == (3, "")
-        await until(pilot, lambda: text(app, "#search").count("SIM:0[820] SIM:1[568]: 2 1") == 3, "the three runs")
 
 
 def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
@@ -146,43 +144,31 @@ def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("batches", [["178,122"], ["178", "122"], ["=178,122"]], ids=str)
 def test_batches_are_listed_with_or_without_commas(batches: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """As --devices and -o take theirs."""
+    """As --devices takes its own."""
     option = [f"--batches{batches[0]}"] if batches[0].startswith("=") else ["--batches", *batches]
     code, answer = ask(capsys, "probe", "--devices", PAIR, *option, "--repeat", "1", "--json")
     assert (code, answer["batches"]) == (0, [178, 122])
 
 
 def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the table as 820 = 2 × 410, in JSON and CSV as the rows of a pass."""
+    """In the table as 820 = 2 × 410, in JSON as the rows of a pass."""
     chosen = ["probe", "--devices", PAIR, "--batches", "820", "568", "--micro", "410,568", "--repeat", "1"]
     assert run(chosen) == 0
     assert "820 = 2 × 410" in capsys.readouterr().out
     assert ask(capsys, *chosen, "--json")[1]["micro"] == [410, 568]
-    assert run([*chosen, "--format", "csv"]) == 0
-    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert [(row["batch"], row["micro"]) for row in rows] == [("820", "410"), ("568", "568"), ("1388", "")]
 
 
-def test_tables_are_csv_and_markdown_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """CSV has plain numbers under keys with units and nothing else; Markdown has every table and the verdict."""
-    assert run(["probe", "--devices", PAIR, "--batches", "820", "568", "--repeat", "1", "--format", "csv"]) == 0
-    first, second, both = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert (first["device"], second["device"], both["device"]) == ("SIM:0", "SIM:1", "together")
-    assert float(both["low"]) < float(both["samples_per_second"]) < float(both["high"])
-    assert float(first["samples_per_second"]) > 1200
-    assert run(["compare", "--devices", PAIR, "--format", "csv"]) == 0
-    output = capsys.readouterr()
-    rows = list(csv.DictReader(io.StringIO(output.out)))
-    assert rows[0]["name"] == "best split"
-    assert all(float(row["samples_per_second_low"]) <= float(row["samples_per_second"]) for row in rows)
-    assert "evener: Split " in output.err
+def test_tables_are_markdown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every table, and the verdict."""
+    assert run(["probe", "--devices", PAIR, "--batches", "820", "568", "--repeat", "1", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| run | device | batch | samples/s |")
     assert run(["compare", "--devices", PAIR, "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| layout | where | samples/s |")
     assert lines[1].startswith("| --- | --- | ---: |")
     assert lines[-1].startswith("Split ")
     for command in (("compare",), ("probe", "--batches", "8")):
-        code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "csv", "--json")
+        code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "markdown", "--json")
         assert (code, "combined" in answer["error"]["message"]) == (2, True)
 
 

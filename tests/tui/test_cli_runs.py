@@ -75,7 +75,7 @@ def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: py
     def names(*options: str) -> list[str]:
         return [one["run"] for one in _listed(capsys, *options)]
 
-    assert names("--hide-failed") == [cut_off, finished]
+    assert names("--state", "stopped,finished") == [cut_off, finished]
     assert names("--tag", "base") == [finished]
     assert names("--tag", "old") == []
     assert names("--workload", "torch") == names("list", "-w", "torch") == [failed]

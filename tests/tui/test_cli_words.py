@@ -16,7 +16,7 @@ from evener.tui.cli.main import spread_lists
 from evener.tui.cli.options import SEARCH, TRAINING
 from evener.tui.text import parsing
 from evener.tui.text.formatting import plain
-from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_indices, parse_settings
+from evener.tui.text.parsing import REQUEST_HELP, make_request, parse_duration, parse_settings
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,6 @@ def test_settings_are_json_scalars_or_text() -> None:
     assert parse_settings(["a=1", "b=true", "c=tanh", "d=0.5"]) == {"a": 1, "b": True, "c": "tanh", "d": 0.5}
     with pytest.raises(RequestError, match="key=value"):
         parse_settings(["layers"])
-
-
-def test_indices_are_numbers() -> None:
-    assert parse_indices("0,2") == (0, 2)
-    assert parse_indices(None) is None
-    with pytest.raises(RequestError):
-        parse_indices("first")
 
 
 def test_every_field_of_a_request_has_one_option() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from contextlib import redirect_stdout
@@ -130,27 +129,6 @@ def test_json_is_one_object_with_units_in_its_keys() -> None:
     assert first["power_watts"]["state"] == "value"
     assert first["utilization_percent"]["value"] == 0.0
     assert msgspec.json.encode(reading)
-
-
-def test_csv_has_a_line_for_each_device_and_the_keys_of_json(tmp_path: Path, script: Any) -> None:
-    """The keys stand once, above all readings; what isn't known is empty."""
-    path = _recorded(tmp_path / "a.jsonl", script, ticks=2)
-    rows = list(csv.DictReader(io.StringIO(_printed("auto", as_csv=True, interval="0.1", replay=path))))
-    assert [(row["at_seconds"], row["device"]) for row in rows] == [
-        ("1000.0", "GPU:0"), ("1000.0", "GPU:1"), ("1001.0", "GPU:0"), ("1001.0", "GPU:1"),
-    ]  # fmt: skip
-    assert rows[1]["throttle_reasons"] == "power cap"
-    assert float(rows[0]["power_watts"]) == 640
-    assert rows[0]["fan_percent"] == ""
-    assert set(json.loads(_printed(SIM, as_json=True))["devices"][0]) <= {*rows[0], "device"}
-    with pytest.raises(RequestError, match="combined"):
-        monitor(SIM, as_json=True, as_csv=True)
-
-
-def test_only_keeps_devices_and_names_a_wrong_one() -> None:
-    assert [each["device"]["index"] for each in json.loads(_printed(SIM, as_json=True, only="1"))["devices"]] == [1]
-    with pytest.raises(RequestError, match="There is no device 7"):
-        monitor(SIM, once=True, only="7")
 
 
 def test_too_short_an_interval_is_refused_with_its_reason() -> None:

@@ -41,20 +41,19 @@ def test_a_run_is_shown_whole(width: int) -> None:
     assert ("2026-11-21 14:54:31" in row) == (width >= 110)
 
 
-def test_runs_are_sorted_filtered_and_failures_hidden() -> None:
+def test_runs_are_sorted_and_filtered() -> None:
     """By what the table shows, notes and tags included."""
     slow = replace(RUN, run="20261120-1", samples_per_second=9.0, note="before the new driver", tags=("baseline",))
     failed = replace(RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no")
     found = (failed, RUN, slow)
 
-    def shown(order: Order, words: str = "", **how: bool) -> list[str]:
-        return [row.run for row in run_rows(found, order, words, **how)]
+    def shown(order: Order, words: str = "") -> list[str]:
+        return [row.run for row in run_rows(found, order, words)]
 
     assert shown(Order("run")) == [failed.run, RUN.run, slow.run]
     assert shown(Order("speed")) == [RUN.run, slow.run, failed.run]
     assert shown(Order("run"), "DRIVER #baseline") == [slow.run]
     assert shown(Order("run"), "failed") == [failed.run]
-    assert shown(Order("run"), hide_failed=True) == [RUN.run, slow.run]
     head, *rows = [line.text for line in table_lines(run_grid(170), run_rows(found, Order("run")), 170, 9, UNICODE)[0]]
     assert "note" in head
     assert "#baseline before the new driver" in rows[2]

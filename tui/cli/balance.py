@@ -28,7 +28,7 @@ from evener.balancer.store import runs
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import Form, align, csv_text, folded, json_text, plain
+from ..text.formatting import Form, align, folded, json_text, plain
 from ..text.parsing import REQUEST_HELP, check_one_form, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import (
     packing_tables,
@@ -190,15 +190,10 @@ def compare(
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
-        if form == "csv":
-            print(csv_text(ranking_json(found, labels)["layouts"]), end="", flush=True)
-            print(f"evener: {plain(finished.verdict, 1000)}", file=sys.stderr)
-        else:
-            tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
-            tables += [frontier_table(finished.findings)]
-            tables += transfer_tables(profiled(session, finished))
-            lines = [line for table in tables for line in table.lines(form, terminal_columns())]
-            print("\n".join([*lines, *_words(finished, form)]), flush=True)
+        tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
+        tables += [frontier_table(finished.findings), *transfer_tables(profiled(session, finished))]
+        lines = [line for table in tables for line in table.lines(form, terminal_columns())]
+        print("\n".join([*lines, *_words(finished, form)]), flush=True)
 
     def profiled(session: Session, finished: Finished) -> list[LayoutProfile]:
         """The profiles, if any were asked for; a signal ends them early and keeps what was profiled."""

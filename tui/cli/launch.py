@@ -24,18 +24,19 @@ from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
 
 app = typer.Typer()
+RestartsOption = Annotated[
+    int,
+    typer.Option(
+        "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
+    ),
+]
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="The file that --export wrote.")],
     script: Annotated[list[str], typer.Argument(metavar="SCRIPT ARGS...", help="Or: -m MODULE ARGS...")],
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
-        ),
-    ] = 0,
+    max_restarts: RestartsOption = 0,
     host: Annotated[
         str | None, typer.Option("--host", help="Which host of the plan this is. Default: found by name and address.")
     ] = None,
@@ -126,12 +127,7 @@ def run(
     noise: Annotated[
         bool, typer.Option("--noise", help="Measure the gradient's noise scale: what a larger batch costs in learning.")
     ] = False,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", min=0, help="How often to restart all processes, on the devices left, if one is killed."
-        ),
-    ] = 0,
+    max_restarts: RestartsOption = 0,
 ) -> int:
     """Start a training program once for each device, as torchrun does, and balance it without changing a line.
 

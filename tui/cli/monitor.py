@@ -1,4 +1,4 @@
-"""`evener monitor`: the app, or plain text, JSON or CSV, once or every few seconds, recorded or replayed; `--web`."""
+"""`evener monitor`: the app, or plain text or JSON, once or every few seconds, recorded or replayed; `--web`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from evener.balancer.result.words import refuse
-from evener.balancer.types import Finding
 from evener.devices.recording import Recorder, Recording
 from evener.devices.registry import find_backend
-from evener.devices.types import DeviceSample, Reading, Snapshot, Source
+from evener.devices.types import Snapshot, Source
 from evener.errors import RequestError
 
-from ..text.formatting import csv_text, json_text, plain
-from ..text.parsing import parse_duration, parse_indices
+from ..text.formatting import json_text, plain
+from ..text.parsing import parse_duration
 from ..view.cells import ASCII, UNICODE, Marks
 from ..view.plain import snapshot_document, snapshot_text
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ReplayOption, ThemeOption
@@ -40,11 +37,9 @@ def monitor(
     devices: DevicesOption = "auto",
     once: Annotated[bool, typer.Option("--once", "-1", help="Print one reading and exit.")] = False,
     as_json: Annotated[bool, OUTPUT("--json", help="Print one JSON object, with -i one on each line.")] = False,
-    as_csv: Annotated[bool, OUTPUT("--csv", help="Print a line for each device, with -i for each reading.")] = False,
     interval: Annotated[
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,
-    only: Annotated[str | None, typer.Option("-o", "--only", help="Device indices, like 0,2.")] = None,
     only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
     record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
     replay: ReplayOption = None,
@@ -59,34 +54,29 @@ def monitor(
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
 ) -> None:
-    """Show the devices: in the app on a terminal, as text, JSON or CSV elsewhere; serve metrics meanwhile."""
-    chosen = parse_indices(only)
+    """Show the devices: in the app on a terminal, as text or JSON elsewhere; serve metrics meanwhile."""
     serving = _metrics_server(metrics, metrics_public, once)
-    if not (once or as_json or as_csv or interval or record) and draws_screens():
+    if not (once or as_json or interval or record) and draws_screens():
         from ..start import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
         raise typer.Exit(
             run_app(devices, theme=theme, replay=replay, ray_address=ray_address, serving=serving, **drawn)
         )
-    if as_json and as_csv:
-        raise refuse(Finding("request.both", {"first": "--json", "second": "--csv"}))
     pause = 1.0 if interval is None else _parse_interval(interval)
     loops = not once and bool(interval or record or metrics)
     newest: deque[Snapshot] = deque(maxlen=1)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay, ray_address)))
-        _check_indices(source, chosen)
         recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
         stack.enter_context(serving(lambda: newest[0] if newest else None))
-        for number, snapshot in enumerate(_snapshots(source, pause, loops=loops)):
-            kept = _keep(snapshot, chosen)
-            newest.append(kept)
-            if as_json or as_csv or not metrics:
-                text = _json(kept) if as_json else _csv(kept, not number) if as_csv else draw_reading(kept, ascii_only)
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            if recorder is not None and not recorder.write(kept):
+        for snapshot in _snapshots(source, pause, loops=loops):
+            newest.append(snapshot)
+            if as_json:
+                print(json_text(snapshot_document(snapshot)), flush=True)
+            elif not metrics:
+                print(draw_reading(snapshot, ascii_only), end="", flush=True)
+            if recorder is not None and not recorder.write(snapshot):
                 print(
                     f"evener: {plain(str(record))} has reached the largest size of a recording; recording ends.",
                     file=sys.stderr,
@@ -125,14 +115,6 @@ def _open(devices: str, only_visible: bool, replay: Path | None, ray_address: st
     return open_source(discover(devices, only_visible=only_visible, ray_address=ray_address))
 
 
-def _check_indices(source: Source, only: tuple[int, ...] | None) -> None:
-    known = [device.index for device in source.devices()]
-    missing = [index for index in only or () if index not in known]
-    if missing:
-        there = ", ".join(map(str, known)) or "none"
-        raise RequestError(f"There is no device {missing[0]}.", f"The indices here are: {there}.")
-
-
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
     """Readings: one that has settled, or one every `pause` seconds; a recording's last one, or all of them."""
     recorded = source if isinstance(source, Recording) else None
@@ -154,31 +136,6 @@ def _settle(source: Source) -> None:
     """Sample once, and wait until the next sample has rates."""
     source.sample()
     time.sleep(max((find_backend(each.kind).settle_seconds for each in source.devices()), default=0.0))
-
-
-def _keep(snapshot: Snapshot, only: tuple[int, ...] | None) -> Snapshot:
-    if only is None:
-        return snapshot
-    kept = tuple(sample for sample in snapshot.devices if sample.device.index in only)
-    ids = {sample.device.id for sample in kept}
-    processes = tuple(row for row in snapshot.processes if row.device_id in ids)
-    return msgspec.structs.replace(snapshot, devices=kept, processes=processes)
-
-
-def _json(snapshot: Snapshot) -> str:
-    return f"{json_text(snapshot_document(snapshot))}\n"
-
-
-def _csv(snapshot: Snapshot, headed: bool) -> str:
-    """A line for each device: every metric under the key that it has in JSON, empty where there is no current value."""
-    return csv_text([_record(snapshot.at_seconds, sample) for sample in snapshot.devices], headed)
-
-
-def _record(at_seconds: float, sample: DeviceSample) -> dict[str, object]:
-    values = msgspec.structs.asdict(sample)
-    device = values.pop("device")
-    record = {"at_seconds": round(at_seconds, 3), "device": device.label, "id": device.id, "name": device.name}
-    return record | {key: each.current if isinstance(each, Reading) else each for key, each in values.items()}
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:

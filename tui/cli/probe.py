@@ -20,7 +20,7 @@ from evener.balancer.types import Finding, Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 
-from ..text.formatting import Table, csv_text, energy_cells, json_text, plain
+from ..text.formatting import Table, energy_cells, json_text, plain
 from ..text.parsing import check_one_form, parse_duration
 from .options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
 from .output import terminal_columns
@@ -92,8 +92,7 @@ def probe(
         print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}))
     elif finished:
         rows = _list_rows(finished, layout, labels)
-        lines = _table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]
-        print(csv_text([row._asdict() for row in rows]).rstrip() if form == "csv" else "\n".join(lines), flush=True)
+        print("\n".join(_table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
 
 

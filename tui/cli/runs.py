@@ -50,7 +50,6 @@ def list_runs(
     states: Annotated[
         str | None, typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable.")
     ] = None,
-    hide_failed: Annotated[bool, typer.Option("--hide-failed", help="Leave out what failed or can't be read.")] = False,
     tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
     workload: Annotated[
         str | None, typer.Option("--workload", "-w", help="Only runs whose workload's name contains this.")
@@ -72,10 +71,7 @@ def list_runs(
     listed = [
         one
         for one in found
-        if one.state in among
-        and not (hide_failed and one.state in ("failed", "unreadable"))
-        and (tag is None or tag in one.tags)
-        and (workload is None or workload in one.workload)
+        if one.state in among and (tag is None or tag in one.tags) and (workload is None or workload in one.workload)
     ]
     listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
     if as_json:

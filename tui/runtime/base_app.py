@@ -206,25 +206,14 @@ class BaseApp(App[int]):
         self, request: Request, devices: tuple[Device, ...], kept: Sequence[Seen] = (), **resumed: Any
     ) -> None:
         """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is as for a Session."""
-        self._start(lambda: self._session_maker(request, **resumed), devices, request.workload or "", kept)
-
-    def start_probe(self, request: Request, devices: tuple[Device, ...], batches: tuple[int, ...]) -> None:
-        """Time these batches, one for each device, unless a session is running."""
-        from .sessions import ProbeSession
-
-        self._start(lambda: ProbeSession(request, batches), devices, request.workload or "")
-
-    def _start(
-        self, make: Callable[[], EventThread], devices: tuple[Device, ...], workload: str, kept: Sequence[Seen] = ()
-    ) -> None:
         if self.balance.active:
             return
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
             return
         self._before, self._session_devices = self.balance, devices
-        self._session = SessionThread(make, self.post_message)
-        self.balance = first_state(devices, workload, kept=kept)
+        self._session = SessionThread(lambda: self._session_maker(request, **resumed), self.post_message)
+        self.balance = first_state(devices, request.workload or "", kept=kept)
         self._session.start()
 
     def pause_session(self, paused: bool) -> None:

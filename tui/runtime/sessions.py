@@ -1,63 +1,17 @@
-"""Sessions of the app that are no search: chosen batches are timed, and the journal of a run is replayed."""
+"""The journal of a run as a session's events, which the app and the terminal replay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from evener.balancer import journal
 from evener.balancer.events import Event, EventThread, Finished, Observed, ProbeStarted, Started
-from evener.balancer.intake import read_job, take_in
+from evener.balancer.intake import read_job
 from evener.balancer.journal import AskedEntry, EndedEntry, FailedEntry, ObservationEntry, Record
-from evener.balancer.manual_run import choose_layout
-from evener.balancer.probes.child_prober import make_prober
-from evener.balancer.request import Request
 from evener.balancer.store import runs
-from evener.balancer.store.locks import lock_job
-from evener.balancer.types import Belief, Observation, OutOfMemory, Probe, Timed
+from evener.balancer.types import OutOfMemory
 from evener.errors import NoLayoutError
 from evener.plan.file import parse_plan, to_json
-from evener.system.files import new_error_file
-
-RUNS = 3
-SECONDS = 10.0  # of each run without warm-up
-BELIEF = Belief((), f"Times the batches that were asked for, {RUNS} times.")
-
-
-class ProbeSession(EventThread):
-    """Times one layout a few times. EvenerError if the devices or the batches are wrong."""
-
-    def __init__(self, request: Request, batches: Sequence[int]) -> None:
-        super().__init__()
-        self._resolved = take_in(request)
-        self._layout = choose_layout(len(self._resolved.devices), None, batches)
-        self._locks = lock_job(self._resolved, self._layout.active)
-        self._prober = make_prober(self._resolved, error_file=new_error_file())
-
-    def close(self) -> None:
-        """End every child and release the devices."""
-        self.stop()
-        self._prober.close()
-        super().close()
-        self._locks.close()
-
-    def _work(self) -> None:
-        """Ends after the last run, or after one that failed."""
-        resolved = self._resolved
-        labels = tuple(device.label for device in resolved.devices)
-        self._events.put(Started("", labels, resolved.workload, None, 0, resolved.notes))
-        for turn in range(RUNS):
-            self._going.wait()
-            if self._halt.is_set() or not isinstance(self._run(turn), Timed):
-                return
-
-    def _run(self, turn: int) -> Observation | None:
-        probe = Probe(self._layout, "split" if self._layout.traits.together else "solo", SECONDS, turn, True)
-        self._events.put(ProbeStarted(probe, self._prober.now()))
-        for seen in self._prober.measure((probe,), self._events.put, self._halt):
-            walls = int(isinstance(seen, OutOfMemory))
-            self._events.put(Observed(seen, BELIEF, None, turn + 1, walls, self._prober.now()))
-            return seen
-        return None
 
 
 def read_run(name: str) -> Record:

@@ -27,7 +27,7 @@ from evener.workloads import registry
 
 from ..runtime.base_app import UsesApp
 from ..text.formatting import plain
-from ..text.parsing import REQUEST_HELP, make_request, parse_samples, parse_words, request_fields, select_devices
+from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
 from ..view.cells import Span, cut, line, text_lines
 from ..view.devices import short_name
 from ..widgets.balance import BalanceView, LanePanel
@@ -38,19 +38,13 @@ from .dialogs import confirm
 from .run_dialogs import RunActions, errors_file, plan_dialog
 
 _OWN = "your own"
-SPLIT, COMPARE, PROBE = "find the best split", "compare layouts", "time my batches"
+SPLIT, COMPARE = "find the best split", "compare layouts"
 _SEARCH_FIELDS = {"budget": "120s", "global_batch": "", "max_global_batch": "", "tolerance": "0.02", "max_slowdown": ""}
-_TASKS = {  # the fields of each task; the others are for all of them
-    SPLIT: frozenset({*_SEARCH_FIELDS, "objective"}),
-    COMPARE: frozenset({*_SEARCH_FIELDS, "objective", "layouts"}),
-    PROBE: frozenset({"batches"}),
-}
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _HINTS = REQUEST_HELP | {
     "task": "What to do; left and right choose.",
     "objective": "throughput: tokens/s where rows have lengths, else samples/s; samples-per-joule: the most efficient.",
     "layouts": f"Some of {', '.join(FAMILIES)}; empty: all that are possible.",
-    "batches": "Samples per step for each ticked device, like 820 568.",
     "engine": f"{REQUEST_HELP['engine'][:-1]}; auto: one process for idle GPUs, else one per device.",
     "global_batch": f"{REQUEST_HELP['global_batch'][:-1]}; empty: free.",
     "own": "Your own workload, file.py:build; typing here ticks the last entry of the list.",
@@ -97,7 +91,7 @@ class Setup(UsesApp, VerticalScroll):
 
     def _options(self) -> Iterable[Widget]:
         choices = {
-            "task": tuple(_TASKS),
+            "task": (SPLIT, COMPARE),
             "objective": tuple(OBJECTIVES),
             "micro": MICROS,
             "precision": PRECISIONS,
@@ -111,7 +105,7 @@ class Setup(UsesApp, VerticalScroll):
     def _typed_options(self) -> Iterable[Widget]:
         own = Input(placeholder="file.py:build", id="own", compact=True)
         yield self._row("own", own, *(() if self._simulated else (OneOf(_FRAMEWORKS, id="framework"),)))
-        fields = {"layouts": "", "batches": "", **_SEARCH_FIELDS, "settings": ""}
+        fields = {"layouts": "", **_SEARCH_FIELDS, "settings": ""}
         for name, default in (fields | {"pace": "0.2"} if self._simulated else fields).items():
             yield self._row(name, Input(default, _HINTS[name], id=name, compact=True))
 
@@ -139,16 +133,14 @@ class Setup(UsesApp, VerticalScroll):
         self.on_one_of_changed()
 
     def on_one_of_changed(self) -> None:
-        """Show the fields of the task."""
-        wanted = self._task_fields()
-        for name in frozenset().union(*_TASKS.values()):
-            self.query_one(f"#row-{name}").display = name in wanted
+        """Show layouts for a comparison alone, and how much slower it may be for efficiency alone."""
+        self.query_one("#row-layouts").display = self.query_one("#task", OneOf).value == COMPARE
+        self.query_one("#row-max_slowdown").display = self._trades_speed
         self.call_after_refresh(self.redraw)
 
-    def _task_fields(self) -> frozenset[str]:
-        """The fields of the chosen task; how much slower it may be goes with efficiency alone."""
-        efficient = find_objective(self.query_one("#objective", OneOf).value).trades_speed
-        return _TASKS[self.query_one("#task", OneOf).value] - (frozenset() if efficient else {"max_slowdown"})
+    @property
+    def _trades_speed(self) -> bool:
+        return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
         """Fill the current size."""
@@ -182,15 +174,12 @@ class Setup(UsesApp, VerticalScroll):
     def action_send(self) -> None:
         """Read the form and start what it means."""
         try:
-            request, devices, batches = self._read()
+            request, devices = self._read()
         except EvenerError as fault:
             self.complain(str(fault))
             return
         self.complain("")
-        if batches:
-            self.evener.start_probe(request, devices, batches)
-        else:
-            self.evener.start_session(request, devices)
+        self.evener.start_session(request, devices)
 
     def complain(self, text: str) -> None:
         """Show what is wrong with the form and mark the field, until it is sent again."""
@@ -226,15 +215,15 @@ class Setup(UsesApp, VerticalScroll):
             problem.show([line(Span(f" {shown}", "dim"))])
         self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
 
-    def _read(self) -> tuple[Request, tuple[Device, ...], tuple[int, ...]]:
+    def _read(self) -> tuple[Request, tuple[Device, ...]]:
         devices = self.evener.trainable
         chosen = sorted(self.query_one("#pick-devices", Ticks).ticked)
         spec = select_devices(self.evener.devices, devices, chosen)
         typed = {field.id or "": field.value for field in (*self.query(Input), *self.query(OneOf))}
         task, own, framework = typed.pop("task"), typed.pop("own").strip(), typed.pop("framework", None)
-        layouts, batches, share = typed.pop("layouts"), typed.pop("batches"), typed.pop("share") == "yes"
-        wanted = self._task_fields()
-        typed = {name: text for name, text in typed.items() if name in wanted or name not in _TASKS[SPLIT]}
+        layouts, share = typed.pop("layouts"), typed.pop("share") == "yes"
+        if not self._trades_speed:
+            del typed["max_slowdown"]
         names, place = registry.names(), min(self.query_one("#pick-workload", Ticks).ticked)
         if place < len(names):
             own, framework = names[place], None
@@ -246,10 +235,7 @@ class Setup(UsesApp, VerticalScroll):
             fields["compare"] = LayoutOptions(families=words)
         named = None if framework == "auto" else framework
         request = make_request(devices=spec, workload=own, framework=named, **fields)
-        shares = tuple(parse_samples(text, "--batches") for text in re.split(r"[ ,]+", batches.strip()) if text)
-        if task == PROBE and not shares:
-            raise RequestError("--batches is empty.", "Give samples per step for each device, like 820 568.")
-        return request, tuple(devices[position] for position in chosen), shares if task == PROBE else ()
+        return request, tuple(devices[position] for position in chosen)
 
 
 def _memory(device: Device) -> str:

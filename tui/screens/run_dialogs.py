@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import glob
-import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from textual.suggester import Suggester
 from textual.widgets import Input
 
 import evener
@@ -129,35 +126,6 @@ class RunActions(UsesApp):
         self.app.push_screen(errors_dialog(self.chosen_run))
 
 
-MOST_ENTRIES = 5000  # of a folder that is searched for completions
-
-
-class PathSuggester(Suggester):
-    """Suggests the first file or folder that starts with what is typed."""
-
-    def __init__(self) -> None:
-        super().__init__(use_cache=False, case_sensitive=True)
-
-    async def get_suggestion(self, value: str) -> str | None:
-        """The longer path, or None."""
-        return complete_path(value)
-
-
-class PathInput(Input):
-    """Tab completes as in a shell; with nothing to complete it moves to the next field."""
-
-    BINDINGS = [("tab", "complete", "Complete")]  # noqa: RUF012 - Textual reads it from the class
-
-    def action_complete(self) -> None:
-        """Take the suggestion; without one, go to the next field."""
-        longer = complete_path(self.value)
-        if longer and longer != self.value:
-            self.value = longer
-            self.cursor_position = len(longer)
-        else:
-            self.screen.focus_next()
-
-
 class SaveDialog(FieldDialog):
     """Asks for a path, and again before it replaces a file; `save` may take a while."""
 
@@ -169,10 +137,8 @@ class SaveDialog(FieldDialog):
         save: Callable[[Path], object],
         next_step: Callable[[str], str] = lambda _path: "",
     ) -> None:
-        hint = f"Enter writes the file: {' or '.join(endings)}. Tab completes the path."
-        super().__init__(
-            f"Write the {what}", PathInput(name, name, suggester=PathSuggester(), id="path", compact=True), hint
-        )
+        hint = f"Enter writes the file: {' or '.join(endings)}."
+        super().__init__(f"Write the {what}", Input(name, name, id="path", compact=True), hint)
         self._what, self._endings, self._save, self._next_step = what, endings, save, next_step
 
     async def take(self, text: str) -> bool:
@@ -222,18 +188,3 @@ def report_dialog(run: str) -> SaveDialog:
     from ..report.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))
-
-
-def complete_path(typed: str) -> str | None:
-    """`typed` completed by what all matches have in common, or by the first match; None without a match.
-
-    A folder ends in a slash; hidden names match only if their dot is typed.
-    """
-    folder, slash, start = typed.rpartition("/")
-    begin = os.path.expanduser(folder + slash) + start
-    found = itertools.islice(glob.iglob(f"{glob.escape(begin)}*"), MOST_ENTRIES)
-    names = [os.path.basename(path) + ("/" if os.path.isdir(path) else "") for path in found]
-    if not names:
-        return None
-    common = os.path.commonprefix(names)  # noqa: RUF071 - by characters, as a shell does
-    return folder + slash + (common if len(common) > len(start) else min(names))

@@ -41,7 +41,6 @@ class RunPanel(SortedPanel[RunSummary]):
     def __init__(self) -> None:
         super().__init__("Runs", id="runs", order=Order("run"))
         self.found: tuple[RunSummary, ...] = ()
-        self.hide_failed = False
 
     def identity(self, row: RunSummary) -> str:
         """The run's id."""
@@ -55,11 +54,9 @@ class RunPanel(SortedPanel[RunSummary]):
 
     def redraw(self) -> None:
         """Sort, filter, and rebuild the rows."""
-        rows = run_rows(self.found, self.order, self.words, hide_failed=self.hide_failed)
-        failed = sum(map(has_failed, self.found)) if self.hide_failed else 0
-        nothing = "No run matches." if self.words or failed else "No runs yet: make one on the Balance screen, key 2."
-        hidden = f"{failed} failed hidden" if failed else ""
-        self.show_rows(run_grid(self.size.width), rows, len(self.found), nothing, hidden)
+        rows = run_rows(self.found, self.order, self.words)
+        nothing = "No run matches." if self.words else "No runs yet: make one on the Balance screen, key 2."
+        self.show_rows(run_grid(self.size.width), rows, len(self.found), nothing)
 
 
 class RunsScreen(RunActions, SortedScreen):
@@ -75,7 +72,6 @@ class RunsScreen(RunActions, SortedScreen):
         Binding("d,delete", "delete", "Delete"),
         Binding("t", "traceback", "Traceback"),
         Binding("n", "note", "Note", show=False),
-        Binding("f", "hide_failed", "Hide failed runs", show=False),
         Binding("f5", "reload", "Reload", show=False),
     ]
 
@@ -178,12 +174,6 @@ class RunsScreen(RunActions, SortedScreen):
             "delete": state != "running",
             "traceback": errors_file(chosen.run) is not None,
         }.get(action, state != "unreadable")
-
-    def action_hide_failed(self) -> None:
-        """Hide runs that failed or can't be read, or show them again."""
-        panel = self.query_one(RunPanel)
-        panel.hide_failed = not panel.hide_failed
-        self.redraw()
 
     def action_note(self) -> None:
         """Write a note and tags on the run under the cursor."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -57,7 +55,7 @@ def energy_cells(samples_per_second: float, active_watts: float, idle_watts: flo
     return efficiency(samples_per_second / watts), f"{active_watts:.0f}", f"{idle_watts:.0f}"
 
 
-Form = Literal["table", "csv", "markdown"]
+Form = Literal["table", "markdown"]
 
 
 class Table(NamedTuple):
@@ -99,38 +97,6 @@ def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
     marks = ["---:" if column >= numbers_from else "---" for column in range(len(rows[0]))]
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in (rows[0], marks, *rows[1:]))
     return [f"| {' | '.join(row)} |" for row in escaped]
-
-
-def csv_text(records: Sequence[Mapping[str, Any]], headed: bool = True) -> str:
-    """CSV with a line of keys and one for each record; numbers as they are, lists joined by +, nothing for None.
-
-    A key that ends in `_interval` becomes two, `_low` and `_high`.
-    """
-    rows = [_flat(record) for record in records]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if headed and rows:
-        writer.writerow(rows[0])
-    writer.writerows(map(_cell, row.values()) for row in rows)
-    return text.getvalue()
-
-
-def _flat(record: Mapping[str, Any]) -> dict[str, object]:
-    row: dict[str, object] = {}
-    for key, value in record.items():
-        if key.endswith("_interval"):
-            row |= zip((f"{key[:-8]}low", f"{key[:-8]}high"), value or (None, None), strict=True)
-        else:
-            row[key] = value
-    return row
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return plain("+".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")

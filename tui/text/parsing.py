@@ -143,16 +143,6 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def parse_indices(text: str | None) -> tuple[int, ...] | None:
-    """`0,2` as numbers; None if not given."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise _misread("-o", text, "a list of device indices", "-o 0,2") from None
-
-
 def parse_words(text: str | None) -> list[str] | None:
     """`solo,even` as words; RequestError for an empty one; None if not given."""
     if text is None:

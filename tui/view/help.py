@@ -42,7 +42,6 @@ _KEYS = {
         ("Space", "compare this run with the one under the cursor"),
         ("r Enter", "replay its journal"),
         ("n", "write a note and #tags"),
-        ("f", "hide failed runs, show them"),
         ("d Delete", "delete, after asking"),
         ("F5", "reload"),
     ),

@@ -99,12 +99,9 @@ _STEPS = (
 _WIDE = 110  # columns, from which notes and dates have their own column; a run's id begins with its date
 
 
-def run_rows(
-    found: Sequence[RunSummary], order: Order, words: str = "", *, hide_failed: bool = False
-) -> tuple[RunSummary, ...]:
+def run_rows(found: Sequence[RunSummary], order: Order, words: str = "") -> tuple[RunSummary, ...]:
     """The runs that match `words`, sorted; `found` begins with the newest."""
-    rows = [row for row in found if matches(run_words(row), words) and not (hide_failed and has_failed(row))]
-    return sort_rows(RUN_COLUMNS, rows, order)
+    return sort_rows(RUN_COLUMNS, [row for row in found if matches(run_words(row), words)], order)
 
 
 def has_failed(summary: RunSummary) -> bool:

@@ -137,13 +137,12 @@ class SortedPanel(ListPanel[RowT]):
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
-    def show_rows(self, grid: Grid[RowT], rows: tuple[RowT, ...], total: int, nothing: str, hidden: str = "") -> None:
+    def show_rows(self, grid: Grid[RowT], rows: tuple[RowT, ...], total: int, nothing: str) -> None:
         """Show these of `total` rows, with the cursor on the one that it was on; `nothing` is said if there are none.
 
-        The heading says what the filter leaves, and what else is `hidden`.
+        The heading says what the filter leaves.
         """
         self.place_rows(rows)
-        filtered = f"{self.count} of {total}: {self.words}" if self.words else ""
         lines, self.top = table_lines(
             grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:])),
             rows,
@@ -151,7 +150,7 @@ class SortedPanel(ListPanel[RowT]):
             self.evener.marks,
             self.position,
             self.order,
-            note=", ".join(filter(None, (filtered, hidden))),
+            note=f"{self.count} of {total}: {self.words}" if self.words else "",
             nothing=nothing,
         )
         self.entitle(subtitle=str(total))
