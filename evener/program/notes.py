@@ -1,18 +1,23 @@
-"""The notes of one rank of a program: a line at its start, and figures for the table at its end."""
+"""The words of one rank of a program: a line at its start, figures for the table at its end, or why it must end."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from ..errors import RequestError
 from ..training.launched import PROGRAM, launched_device, launched_run
 
 FIRST_STEPS = 20  # whose medians are those of the beginning
+SECONDS = 30.0  # in which the first rank's end stops the others
 
 
 class ProgramSettings(msgspec.Struct, frozen=True):
@@ -57,6 +62,29 @@ def say(words: str) -> None:
     """Print a line of evener's own, on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"evener: {words}", file=sys.stderr, flush=True)
+
+
+def refuse_accelerate(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
+    """End the program in a sentence where it starts processes as `accelerate launch` does."""
+    given = arguments[0] if arguments else keywords["args"]
+    module = ["-m"] if given.module else []
+    _refuse("accelerate launch", [*module, given.training_script, *given.training_script_args])
+
+
+def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
+    """End the program in a sentence where it starts processes as torchrun does."""
+    words = list(arguments[2] if len(arguments) > 2 else keywords["args"])
+    _refuse("torchrun", words[1:] if words[:1] == ["-u"] else words)
+
+
+def _refuse(launcher: str, words: Sequence[str]) -> NoReturn:
+    say(
+        f"this program starts its processes by {launcher}, which evener run does in its place. Write evener run --"
+        f" {shlex.join(words)}"
+    )
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(SECONDS)
+    raise SystemExit(RequestError.exit_code)
 
 
 class Notebook:

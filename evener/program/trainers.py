@@ -1,12 +1,22 @@
-"""A trainer of transformers, or of what builds on it, made one that trains by shares as its training begins."""
+"""A program's trainer of transformers, or of what builds on it: made one that trains by shares as its training begins.
+
+For `evener run --balance` the program makes it, and ends where it would train."""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch.distributed as dist
 
+from ..errors import RequestError
+from ..training.launched import PROGRAM_COMMAND
 from .program import PROGRAM, taken_over
 
 
@@ -47,3 +57,41 @@ def _tell_of_tail(trainer: Any, global_batch: int) -> None:
             f"the last batch of an epoch has the {rows % global_batch} rows that are left of {rows}; by even shares it"
             f" would be filled up to {global_batch} with rows seen before"
         )
+
+
+class _Found(BaseException):
+    """A trainer that begins to train; no error, so that no program catches it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+
+def build() -> Any:
+    """The program's transformers.Trainer, which hasn't trained; RequestError where it ends without one."""
+    from transformers import Trainer
+
+    ended = "ended"
+    try:
+        with mock.patch.object(Trainer, "train", _find):
+            _run(json.loads(os.environ[PROGRAM_COMMAND]))
+    except _Found as found:
+        return found.trainer
+    except SystemExit as end:
+        ended = f"ended with exit code {end.code}"
+    raise RequestError(
+        f"The program {ended} without training by a transformers.Trainer, so there is nothing to measure.",
+        "Give it a function build() that returns its model and data, or leave --balance out.",
+    )
+
+
+def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
+    raise _Found(trainer)
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run a script, or `-m` and a module, as Python does."""
+    module = words[0] == "-m"
+    target, *arguments = words[module:]
+    place = os.getcwd() if module else str(Path(target).absolute().parent)
+    with mock.patch.object(sys, "argv", [target, *arguments]), mock.patch.object(sys, "path", [place, *sys.path]):
+        (runpy.run_module if module else runpy.run_path)(target, run_name="__main__")

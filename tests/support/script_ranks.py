@@ -80,7 +80,7 @@ def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
     """The class and the step of the trainer of a script that would save `0.pt` when it has trained."""
     import torch
 
-    from evener.program.captured import build
+    from evener.program.trainers import build
 
     os.environ[launched.PROGRAM_COMMAND] = json.dumps([script, f"{folder}/"])
     made = build()

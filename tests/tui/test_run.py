@@ -181,7 +181,7 @@ def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.Mon
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", start)
-    for text, entry in (("def build(): ...", f"{script}:build"), ("", "evener.program.captured:build")):
+    for text, entry in (("def build(): ...", f"{script}:build"), ("", "evener.program.trainers:build")):
         script.write_text(text)
         measured = measure_plan(read_command([str(script), "-x"]), "cpu/2", tmp_path / "plan.toml")
         assert measured is not None

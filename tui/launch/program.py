@@ -123,7 +123,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path) -> Path | No
     """
     python = command.executable if Path(command.executable).name.startswith("python") else sys.executable
     words = _skip_options(command.words) if python == command.executable else [command.executable, *command.words]
-    entry = f"{words[0]}:build" if words and _has_build(Path(words[0])) else "evener.program.captured:build"
+    entry = f"{words[0]}:build" if words and _has_build(Path(words[0])) else "evener.program.trainers:build"
     environment = {
         **os.environ,
         PROGRAM_COMMAND: json.dumps(words),
