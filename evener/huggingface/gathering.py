@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -202,14 +203,15 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
     """The loader that `make` gives, with every world-th of its batches; as it is where its rows have no fixed order."""
-    prepare = trainer.accelerator.prepare
-    trainer.accelerator.prepare = lambda loader: loader
-    try:
-        loader = make()
-    finally:
-        trainer.accelerator.prepare = prepare
+    loader = make_whole(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(loader.sampler, SequentialSampler)
-    return SharedLoader(loader, trainer.accelerator, gathering) if fixed else prepare(loader)
+    return SharedLoader(loader, trainer.accelerator, gathering) if fixed else trainer.accelerator.prepare(loader)
+
+
+def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
+    """The loader that `make` gives, before accelerate shares its rows out."""
+    with mock.patch.object(trainer.accelerator, "prepare", lambda loader: loader):
+        return make()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed

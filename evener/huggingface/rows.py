@@ -24,6 +24,7 @@ from ..torch_rows.loader import StepSampler, count_rows
 from ..torch_rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch_split.planned import PlannedTraining, raise_no_shares
 from ..torch_split.wrapped import has_own_work, is_sharded
+from .gathering import make_whole
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 
@@ -154,7 +155,7 @@ class PassSampler(StepSampler):
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
-        return even(self.rank_sizes(step)[rows.rank], self.passes)
+        return even(rows.sizes_at(step * rows.global_batch)[rows.rank], self.passes)
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -205,18 +206,8 @@ def _has_own_loader(trainer: Any) -> bool:
     return next(kind for kind in kinds if "get_train_dataloader" in vars(kind)) is not Trainer
 
 
-def _make_whole_loader(trainer: Any, make_loader: Callable[[], Any]) -> Any:
-    """The loader before accelerate shares its rows out."""
-    prepare = trainer.accelerator.prepare
-    trainer.accelerator.prepare = lambda loader: loader
-    try:
-        return make_loader()
-    finally:
-        trainer.accelerator.prepare = prepare
-
-
 def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    loader = _make_whole_loader(trainer, make_loader)
+    loader = make_whole(trainer, make_loader)
     plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if not plain or type(loader.batch_sampler) is not BatchSampler:
         name = type(trainer).__bases__[-1].__name__

@@ -326,10 +326,6 @@ class StepSampler:
         """The order of rows of this epoch, from its first row on."""
         self.sampler.set_epoch(epoch)
 
-    def rank_sizes(self, step: int) -> tuple[int, ...]:
-        """The rows of each rank in the epoch's global batch number `step`."""
-        return self.sampler.sizes_at(step * self.sampler.global_batch)
-
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
         """The tokens of this rank's rows in those batches, without and with padding; 0 where rows have no lengths."""
         rows = self.sampler
