@@ -18,7 +18,7 @@ from .budget import Budget
 from .candidates import Candidates
 from .layouts import Candidate, LayoutOptions
 from .observations import FIRST_TURN, Turns
-from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
+from .ranking import LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
 
 MOST_TURNS = 8
@@ -54,20 +54,19 @@ class Race:
             return None
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
-    def check(self, chosen: Result) -> Probe | None:
-        """The chosen layout once more, or up to its third turn if its figure is rough.
+    def check(self, best: Result) -> Probe | None:
+        """The chosen layout once more, and again while its figure is rough.
 
         None if nothing else was measured: then nothing chose it.
         """
-        layout, rough = chosen.layout, relative_half_width(chosen.throughput) > ROUGH
-        wanted = max(1, ENOUGH_TURNS - chosen.turns) if rough else 1
+        layout, rough = best.layout, relative_half_width(best.throughput) > ROUGH
         checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
-        if len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back():
-            wanted = max(wanted, 2)
+        held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
+        wanted = not checks or held or (rough and best.turns < MOST_TURNS)
         alone = all(seen.probe.layout == layout for seen in self._seen.all_timed())
-        if alone or len(checks) >= wanted or not self._budget.affords(layout, "check"):
+        if alone or not wanted or not self._budget.affords(layout, "check"):
             return None
-        seconds = self._budget.probe_seconds(layout, "check", wanted - len(checks))
+        seconds = self._budget.probe_seconds(layout, "check", 1)
         turns = (*self._seen.turns(layout, "knobs" if layout.knobs else "race"), *(seen.probe.turn for seen in checks))
         return Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1)
 

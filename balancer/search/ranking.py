@@ -32,20 +32,20 @@ COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
-ENOUGH_TURNS = 3  # a winner with this many is not measured again for that
+ENOUGH_TURNS = 3  # a figure of more says by itself how much turns differ
 
 TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A layout's throughput over another's, less 1: the value, and the standard deviation of one turn."""
+    """A mean over turns, with the standard deviation of one: of samples/s, or of them over another's, less 1."""
 
     value: float
     deviation: float
     turns: int
 
     def interval(self) -> Interval:
-        """The difference with its 95 % interval, by Student's t."""
+        """The mean with its 95 % interval, by Student's t."""
         half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
         return Interval(self.value, self.value - half, self.value + half)
 
@@ -159,26 +159,25 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
         pairs = [(a, b) for a in one.values() for b in other.values()]
         ratios = [throughput(one).value / throughput(other).value - 1]
     own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
-    count = len(ratios)
-    spread = stdev(ratios) ** 2 if count > 1 else 0.0
-    assumed = DRIFT_WEIGHT * (own + PROBE_DRIFT**2)
-    return Difference(fmean(ratios), math.sqrt((assumed + (count - 1) * spread) / (DRIFT_WEIGHT + count - 1)), count)
+    return Difference(fmean(ratios), _pooled(own + PROBE_DRIFT**2, ratios), len(ratios))
 
 
 def throughput(turns: Turns) -> Interval:
-    """Samples/s over all turns, by their mean step time: as uncertain as each turn is, plus the spread between turns.
-
-    With two turns t(1) = 12.7 is absurd; t(2) is used.
-    """
+    """Samples/s over all turns, by their mean step time; one turn as uncertain as it says."""
     figures = [seen.throughput for _, seen in sorted(turns.items())]
-    count = len(figures)
-    if count == 1:
+    if len(figures) == 1:
         return figures[0]
     value = harmonic_mean([figure.value for figure in figures])
-    within = math.sqrt(fmean(((figure.high - figure.low) / 2) ** 2 for figure in figures))
-    between = student(max(2, count - 1)) * stdev(figure.value for figure in figures)
-    half = math.hypot(within, between) / math.sqrt(count)
-    return Interval(value, max(0.0, value - half), value + half)
+    own = fmean(relative_error(seen) ** 2 for seen in turns.values())
+    deviation = _pooled(own, [figure.value / value for figure in figures])
+    return center(Difference(value, value * deviation, len(figures)).interval(), value)  # never below 0
+
+
+def _pooled(assumed: float, values: Sequence[float]) -> float:
+    """The standard deviation of one turn: from their spread, and a variance that counts as `DRIFT_WEIGHT` turns."""
+    more = len(values) - 1
+    spread = stdev(values) ** 2 if more else 0.0
+    return math.sqrt((DRIFT_WEIGHT * assumed + more * spread) / (DRIFT_WEIGHT + more))
 
 
 def mean_power(turns: Turns) -> Power | None:

@@ -142,8 +142,8 @@ class Search:
 
     def _check(self) -> Decision | None:
         """The chosen layout once more: the figure reported is one that had no part in choosing it."""
-        chosen = self._reading.chosen
-        probe = self._reading.race.check(chosen) if chosen else None
+        best = self.best()
+        probe = self._reading.race.check(best) if best else None
         return Decision((probe,), explain_race(probe, 1)) if probe else None
 
     def _repeat(self, rougher_than: float = 0.0) -> Decision | None:

@@ -131,7 +131,8 @@ class SoloStage:
     def _gap_at_best(self, position: int) -> int:
         """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
         curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
-        if curve is None or (self._problem.global_batch is not None and not self._model.pass_rows[position]):
+        undivided = self._problem.global_batch is not None and not self._model.pass_rows[position]
+        if curve is None or curve.error > HIDDEN or undivided:
             return 0
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - HIDDEN) * max(rates))
@@ -220,7 +221,7 @@ class SoloStage:
         return model.bounds.quick(DeviceCurve(position, curve, limit))
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """How much faster the hoped layout is than the best of what is known; half of it comes true."""
+        """How much faster the hoped layout is than the best of what is known, beyond errors; half of it comes true."""
         ran = [
             DeviceCurve(i, curve, min(self._model.devices[i].memory.ran, self._far(i)))
             for i in self._model.live
@@ -230,7 +231,8 @@ class SoloStage:
         known = self._fastest(ran)
         if known is None:
             return math.inf
-        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1)
+        error = max(curve.error for i in self._model.live if (curve := self._straight[i]))
+        return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, position: int, share: int) -> bool:
         """Whether a share lies beyond what ran, or where the device may be faster than the points around it."""

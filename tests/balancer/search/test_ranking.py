@@ -245,7 +245,7 @@ def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> N
     """Turns that differ by more than their widths are not averaged into false certainty."""
     agree = throughput(turns({SOLO: [1000.0] * 4}, 0.02)[SOLO.layout])
     assert agree.value == pytest.approx(1000.0)
-    assert agree.high - agree.low == pytest.approx(20.0, rel=0.01)
+    assert 10 < agree.high - agree.low < 20  # of 40 for one turn; that they agree counts too
     apart = throughput(turns({SOLO: [900.0, 1100.0]})[SOLO.layout])
     assert apart.value == pytest.approx(harmonic_mean([900.0, 1100.0]))
     assert apart.low < 900
