@@ -184,7 +184,7 @@ def _find_split_losses(
 def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
     """The cause of a split's loss: keeping in step, or time that a smaller share doesn't shorten; else known times."""
     split = rival.candidate.layout
-    apart, known = search.apart_seconds(split), search.sync_seconds()
+    apart, known = search.devices.apart_seconds(split), search.devices.sync_seconds()
     if not chosen.layout.traits.alone or (apart is None and known is None):
         return None
     batch, sync, share = split.global_batch, known or 0.0, max(split.shares)
@@ -256,7 +256,7 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
     if not chosen.layout.traits.together or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return
     there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
-    seconds, loss = search.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
+    seconds, loss = search.devices.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
     values = {
         "hosts": [host for host in there if host not in own],
         "most": len(there),

@@ -1,7 +1,7 @@
 """The layouts that should train fastest, as predicted from the observations so far; each is computed once.
 
 Of a cluster's hosts those share a step whose devices do most samples by its end, as exchange across hosts costs more
-than within one; of few hosts every set is tried.
+than within one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, partial
-from itertools import combinations
 
 from evener.shares import waterfill
 from evener.shares.curves import Curve, PassCurve
@@ -22,8 +21,7 @@ from .ranking import COMES_TRUE, smallest_gain, worthwhile_gain
 INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
-FEW_HOSTS = 3  # up to this many, every set of hosts is tried: seven (hosts)
-LIKELY_SETS = 2  # beyond: this many of the best, and all hosts: no worse than every set on 240 random clusters of 4
+LIKELY_SETS = 2  # of hosts: this many of the best, and all hosts: no worse than every set on 240 random clusters of 4
 HALVINGS = 6  # of the time between two bends of a curve: to 2 % of it (hosts)
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]
@@ -246,9 +244,6 @@ def _likely_sets(
     every = frozenset(hosts[device.position] for device in devices)
     if len(every) < 2 or not any(costs.across):
         return [every]
-    if len(every) <= FEW_HOSTS:
-        sizes = range(1, len(every) + 1)
-        return [frozenset(some) for size in sizes for some in combinations(sorted(every), size)]
     rates = _rate_sets(devices, hosts, costs, quantum, batch)
     return list(dict.fromkeys((*sorted(rates, key=lambda one: -rates[one])[:LIKELY_SETS], every)))
 

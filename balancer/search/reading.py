@@ -26,77 +26,57 @@ from .sharding import Sharding
 from .text_model import TextModel
 from .texts import TextDevices
 
-
-class Explored:
-    """The models of the machine by what exploration saw."""
-
-    def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
-        self._problem, self._options, self._seen = problem, options, seen
-
-    @cached_property
-    def predictions(self) -> Predictions:
-        """The layouts that should be best if all rows cost the same."""
-        return Predictions(MachineModel(self._problem, self._seen, self._budget))
-
-    @cached_property
-    def devices(self) -> DeviceModel:
-        """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
-        if not self._problem.lengths:
-            return RowDevices(self.predictions)
-        longest = self._budget.longest_step() if self._budget.limits_steps else None
-        return TextDevices(TextModel(self._problem, self._seen, self.predictions.model.live, longest))
-
-    @cached_property
-    def sharding(self) -> Sharding | None:
-        """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
-        problem, model = self._problem, self.predictions.model
-        full = any(
-            not one.lost and one.out_of_use(problem.multiple_of) and self._seen.memory_limit(i) == limit
-            for i, (one, limit) in enumerate(zip(model.devices, problem.memory_bytes, strict=True))
-        )
-        asked = any(family.traits.sharded for family in self._options.wanted)
-        if not (problem.shards and asked and problem.devices > 1 and (full or self._options.shards)):
-            return None
-        if problem.budget_seconds is not None:
-            others = self._seen.spent_seconds(set(STAGES) - set(SHARDED))
-            problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
-        return Sharding(problem, self._seen.sharded)
-
-    @cached_property
-    def _budget(self) -> Budget:
-        return Budget(self._problem, self._options, self._seen)
+BY_EXPLORATION = ("predictions", "devices", "sharding", "_first_budget")  # what it alone decides
 
 
 class SearchReading:
-    """One reading of the observations of a search."""
+    """One reading of the observations of a search, and of what it takes over from the one before."""
 
     def __init__(
         self, problem: Problem, options: LayoutOptions, seen: Observations, before: SearchReading | None = None
     ) -> None:
         self.problem, self.options, self.seen = problem, options, seen
         self._version = seen.explored_version
-        same = before is not None and before.problem == problem and before._version == self._version
-        self._explored: Explored = before._explored if before and same else Explored(problem, options, seen)
+        if before is not None and (before.problem, before._version) == (problem, self._version):
+            self.__dict__.update({name: one for name, one in before.__dict__.items() if name in BY_EXPLORATION})
 
-    @property
+    @cached_property
     def predictions(self) -> Predictions:
         """The layouts that should be best if all rows cost the same."""
-        return self._explored.predictions
+        return Predictions(MachineModel(self.problem, self.seen, self._first_budget))
 
     @property
     def model(self) -> MachineModel:
         """The curves and limits of the devices."""
-        return self._explored.predictions.model
+        return self.predictions.model
 
-    @property
+    @cached_property
     def devices(self) -> DeviceModel:
-        """The predictions of the devices, and the probes that they should run next."""
-        return self._explored.devices
+        """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
+        if not self.problem.lengths:
+            return RowDevices(self.predictions)
+        longest = self._first_budget.longest_step() if self._first_budget.limits_steps else None
+        return TextDevices(TextModel(self.problem, self.seen, self.model.live, longest))
 
-    @property
+    @cached_property
     def sharding(self) -> Sharding | None:
-        """A sharded training; None where it isn't wanted."""
-        return self._explored.sharding
+        """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
+        problem = self.problem
+        full = any(
+            not one.lost and one.out_of_use(problem.multiple_of) and self.seen.memory_limit(i) == limit
+            for i, (one, limit) in enumerate(zip(self.model.devices, problem.memory_bytes, strict=True))
+        )
+        asked = any(family.traits.sharded for family in self.options.wanted)
+        if not (problem.shards and asked and problem.devices > 1 and (full or self.options.shards)):
+            return None
+        if problem.budget_seconds is not None:
+            others = self.seen.spent_seconds(set(STAGES) - set(SHARDED))
+            problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
+        return Sharding(problem, self.seen.sharded)
+
+    @cached_property
+    def _first_budget(self) -> Budget:
+        return Budget(self.problem, self.options, self.seen)
 
     @cached_property
     def budget(self) -> Budget:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from statistics import fmean
 
 import msgspec
@@ -22,6 +23,7 @@ from .decisions import (
     explain_sharding,
     sketch_curve,
 )
+from .device_model import DeviceModel
 from .layouts import BALANCE, Candidate, LayoutOptions
 from .machine_model import MachineModel
 from .observations import Observations
@@ -44,7 +46,6 @@ class Search:
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
         self._reading = SearchReading(problem, options, self._seen)
-        self._decided: Decision | None = None
 
     def tell(self, seen: Observation) -> None:
         """Take an observation: in any order, asked for or not, more than once."""
@@ -53,7 +54,7 @@ class Search:
 
     def _read_again(self) -> None:
         self._reading = SearchReading(self.problem, self.options, self._seen, self._reading)
-        self._decided = None
+        self.__dict__.pop("_decision", None)
 
     def learn_data(
         self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None
@@ -100,13 +101,8 @@ class Search:
 
     # ------------------------------------------------------------------ the stages in their order
 
-    @property
+    @cached_property
     def _decision(self) -> Decision:
-        if self._decided is None:
-            self._decided = self._decide()
-        return self._decided
-
-    def _decide(self) -> Decision:
         """The first stage that wants a probe gets it.
 
         The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent. When it is
@@ -229,19 +225,12 @@ class Search:
         """The turns that a layout took, to say where its time went."""
         return tuple(self._reading.raced(layout).values())
 
-    def spent_seconds(self) -> float:
-        """Seconds of the budget that the probes took."""
-        return self._seen.spent_seconds()
-
     # ------------------------------------------------------------------ what is known of the machine
 
-    def network_seconds(self, hosts: int) -> float:
-        """The seconds that synchronization takes longer over `hosts` hosts than on one; 0 if unknown."""
-        return self._reading.devices.network_seconds(hosts)
-
-    def sync_seconds(self) -> float | None:
-        """The cost of keeping as many devices in step as the widest split has; None before any was measured."""
-        return self._reading.devices.sync_seconds()
+    @property
+    def devices(self) -> DeviceModel:
+        """What is known of the devices and of the exchange between them."""
+        return self._reading.devices
 
     @property
     def mean_length(self) -> float:
@@ -264,10 +253,6 @@ class Search:
     def rate_of(self, batch: int) -> float:
         """The samples/s to expect of another global batch, by the devices' curves; 0 if that isn't known."""
         return self._reading.predictions.rate_of(batch)
-
-    def apart_seconds(self, layout: Layout) -> float | None:
-        """The longest that a device would take alone for its share of a layout; None if none of them ran alone."""
-        return self._reading.devices.apart_seconds(layout)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""

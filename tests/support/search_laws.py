@@ -71,7 +71,7 @@ def resumed(case: Case) -> float:
     search = Search(trials.problem(case.machine, ask, case.seed))
     for one in first.seen[: len(first.seen) // 2]:
         search.tell(one)
-    prober.seconds = search.spent_seconds()
+    prober.seconds = search._seen.spent_seconds()
     trials.finish(search, prober)
     found = search.best()
     rate = trials.true_rate(case.machine, found.layout, prober.last_began) if found else 0.0

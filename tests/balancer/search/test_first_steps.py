@@ -38,7 +38,7 @@ def _third(tuning: float) -> tuple[Search, tuple[Probe, ...]]:
 def test_a_larger_batch_is_tried_only_if_its_first_step_fits_into_the_budget(tuning: float) -> None:
     """At most a fifth of what is left goes into one round, the first step counted."""
     search, probes = _third(tuning)
-    left = BUDGET - search.spent_seconds()
+    left = BUDGET - search._seen.spent_seconds()
     assert probes
     for probe in probes:
         step = _seconds(probe.layout.global_batch)

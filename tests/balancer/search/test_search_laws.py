@@ -221,7 +221,7 @@ def test_the_budget_is_kept() -> None:
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 900)))
     for budget in (3.0, 6.0, 30.0):
         search, _ = searched(bench, bench.problem(budget_seconds=budget))
-        assert search.spent_seconds() <= budget
+        assert search._seen.spent_seconds() <= budget
         assert search.best() is not None
     (probe, *_) = Search(bench.problem(budget_seconds=2.0)).ask()
     assert probe.seconds <= 1.0

@@ -96,7 +96,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
     """By what the rows should take alone."""
     machine = TextMachine((FAST, SLOW), sync_s=0.05, noise=0.0)
     search, seen = machine.searched(global_batch=64)
-    assert search.sync_seconds() == pytest.approx(0.05, rel=0.1)
+    assert search.devices.sync_seconds() == pytest.approx(0.05, rel=0.1)
     for knows_work in (True, False):
         stored = Observations(search.problem)
         for one in seen:
