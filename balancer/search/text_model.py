@@ -18,7 +18,7 @@ from evener.training.dealing import Deal, Dealer
 
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .layouts import RETREAT, SAME_SHARE
-from .model.device_groups import FEWEST_COMMON, is_noise
+from .model.device_groups import FEWEST_COMMON, group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
 from .statistics import fit_rates, relative_error
@@ -118,21 +118,11 @@ class TextModel:
     def alone(self) -> tuple[StepCost | None, ...]:
         """Each device's cost as its own process, while the others are busy too; indistinguishable ones share one."""
         found: list[StepCost | None] = [None] * self.problem.devices
-        for group in self._groups():
+        for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost(point for i in group for point in self._points(i).values())
             for i in group:
                 found[i] = cost
         return tuple(found)
-
-    def _groups(self) -> list[list[int]]:
-        groups: list[list[int]] = []
-        for i in self.live:
-            group = next((group for group in groups if self._same_speed(group[0], i)), None)
-            if group is None:
-                groups.append([i])
-            else:
-                group.append(i)
-        return groups
 
     def _same_speed(self, one: int, other: int) -> bool:
         """True if noise alone explains how two devices' times of the same passes differ."""

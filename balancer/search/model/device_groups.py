@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .evidence import DeviceEvidence
-from .step_time import LEAST_ERROR, SAME_BATCH, Point
+from .step_time import SAME_BATCH, Point
 
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
@@ -15,15 +15,19 @@ FEWEST_COMMON = 2  # batches in common
 
 def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
     """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own."""
-    groups: list[list[int]] = []
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
-    for position in sorted(range(len(devices)), key=lambda i: (pace[i], i)):
-        for group in reversed(groups):
-            if same_speed(devices[group[0]], devices[position]):
-                group.append(position)
-                break
-        else:
-            groups.append([position])
+    order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
+    return group_by(order, lambda one, other: same_speed(devices[one], devices[other]))
+
+
+def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
+    """Each in the last group whose first is the `same`, or in one of its own."""
+    groups: list[list[int]] = []
+    for position in order:
+        group = next((group for group in reversed(groups) if same(group[0], position)), [])
+        if not group:
+            groups.append(group)
+        group.append(position)
     return [sorted(group) for group in groups]
 
 
@@ -35,7 +39,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     if len(pairs) < FEWEST_COMMON:
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
-    errors = [math.hypot(max(a.error, LEAST_ERROR), max(b.error, LEAST_ERROR)) for a, b in pairs]
+    errors = [math.hypot(a.sure_error, b.sure_error) for a, b in pairs]
     return is_noise(gaps, errors)
 
 

@@ -120,7 +120,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
         The optimizer's own peak may hide what samples take.
         """
-        return len(self.apart) > 1 and _flat(*self.apart[-2:])
+        if len(self.apart) < 2:
+            return False
+        (b0, m0), (b1, m1) = self.apart[-2:]
+        return b1 >= 2 * b0 and m1 - m0 < TELLING * m1
 
     def predict_largest(self) -> int | None:
         """The largest batch that fits by the line; None: unknown, or unbounded.
@@ -188,20 +191,22 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     def bytes_at(self, batch: int) -> float:
         """Bytes at `batch` by straight lines through the points; from the origin with one point. Needs a point."""
-        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
-        right = min(max(1, bisect_left(points, (batch, 0))), len(points) - 1)
-        (b0, m0), (b1, m1) = points[right - 1 : right + 1]
+        (b0, m0), (b1, m1) = self._around(0, batch)
         return m0 + (m1 - m0) / (b1 - b0) * (batch - b0)
 
     def largest_within(self, limit_bytes: float) -> int:
         """The largest batch that takes at most `limit_bytes`, by the same lines as `bytes_at`. Needs a point."""
-        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
-        right = min(max(1, bisect_left([used for _, used in points], limit_bytes)), len(points) - 1)
-        (b0, m0), (b1, m1) = points[right - 1 : right + 1]
+        (b0, m0), (b1, m1) = self._around(1, limit_bytes)
         slope = (m1 - m0) / (b1 - b0)
         if slope <= 0:
             return UNBOUNDED if limit_bytes >= m1 else 0
         return max(0, int(b1 + (limit_bytes - m1) / slope))
+
+    def _around(self, axis: int, value: float) -> tuple[tuple[int, int], ...]:
+        """The two points whose line says what is at a batch (axis 0) or at some bytes (axis 1)."""
+        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
+        right = min(max(1, bisect_left(points, value, key=lambda point: point[axis])), len(points) - 1)
+        return points[right - 1 : right + 1]
 
     def _in_split(self) -> Memory:
         """The device's memory within splits, whose exchange takes some; a batch that ran alone may not fit there."""
@@ -216,8 +221,3 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
         return self.ran + (failed - self.ran) // (2 if self.failures < 2 else 4)
-
-
-def _flat(point: tuple[int, int], larger: tuple[int, int]) -> bool:
-    (b0, m0), (b1, m1) = point, larger
-    return b1 >= 2 * b0 and m1 - m0 < TELLING * m1

@@ -38,6 +38,21 @@ class Point(msgspec.Struct, frozen=True):
     error: float
     passes: int = 1
 
+    @property
+    def sure_error(self) -> float:
+        """The relative standard error, at least what any timing has."""
+        return max(self.error, LEAST_ERROR)
+
+    @property
+    def weight(self) -> float:
+        """1 / variance of its relative error."""
+        return 1 / self.sure_error**2
+
+    @property
+    def leeway(self) -> float:
+        """The seconds by which a line that explains it may miss it."""
+        return LINE_ERRORS * self.sure_error * self.seconds
+
 
 class Hinge(msgspec.Struct, frozen=True):
     """seconds(b) = max(flat, fixed + slope * b)."""
@@ -74,11 +89,7 @@ def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
 
 def read_stairs(points: Iterable[Point]) -> Stairs | None:
     """The stairs that explain the points; None if none do."""
-    return fit_stairs([_step(point) for point in merge_points(points, 0.0)])
-
-
-def _step(point: Point) -> Step:
-    return Step(point.batch, point.seconds, LINE_ERRORS * max(point.error, LEAST_ERROR) * point.seconds)
+    return fit_stairs(merge_points(points, 0.0))
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
@@ -94,7 +105,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
     """True if two points are of nearly one batch, and noise explains their times: a stair may lie between."""
-    errors = LINE_ERRORS * (max(one.error, LEAST_ERROR) + max(other.error, LEAST_ERROR))
+    errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     larger = other.batch / one.batch - 1
     return not larger or (larger <= near and abs(other.seconds / one.seconds - 1) <= larger + errors)
 
@@ -102,10 +113,9 @@ def _is_same(one: Point, other: Point, near: float) -> bool:
 def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
-    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in group]
-    total = math.fsum(weights)
-    batch = round(math.fsum(w * p.batch for w, p in zip(weights, group, strict=True)) / total)
-    rate = math.fsum(w * p.seconds / p.batch for w, p in zip(weights, group, strict=True)) / total
+    total = math.fsum(p.weight for p in group)
+    batch = round(math.fsum(p.weight * p.batch for p in group) / total)
+    rate = math.fsum(p.weight * p.seconds / p.batch for p in group) / total
     return Point(batch, rate * batch, 1 / math.sqrt(total))
 
 
@@ -126,9 +136,8 @@ def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
 
 def _hinge(points: Sequence[Point], cut: int) -> Hinge:
     """Flat through the points before `cut`, straight through the rest."""
-    weights = [1 / max(p.error, LEAST_ERROR) ** 2 for p in points[:cut]]
-    level = math.fsum(w * p.seconds for w, p in zip(weights, points[:cut], strict=True)) / math.fsum(weights)
-    rest = points[cut:]
+    before, rest = points[:cut], points[cut:]
+    level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
         return Hinge(*rising_line(_weighted(rest), intercept_not_negative=False), level)
     left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
@@ -137,11 +146,11 @@ def _hinge(points: Sequence[Point], cut: int) -> Hinge:
 
 
 def _weighted(points: Sequence[Point]) -> list[tuple[float, float, float]]:
-    return [(p.batch, p.seconds, 1 / (max(p.error, LEAST_ERROR) * p.seconds) ** 2) for p in points]
+    return [(p.batch, p.seconds, p.weight / p.seconds**2) for p in points]
 
 
 def _worst_residual(points: Sequence[Point], line: Hinge) -> float:
-    return max(abs(line.seconds(p.batch) / p.seconds - 1) / max(p.error, LEAST_ERROR) for p in points)
+    return max(abs(line.seconds(p.batch) / p.seconds - 1) / p.sure_error for p in points)
 
 
 def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
@@ -151,10 +160,7 @@ def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
     if spread <= 0:
         return []
-    return [
-        (p.batch, 1 + r * spread / (spread + max(p.error, LEAST_ERROR) ** 2))
-        for p, r in zip(points, residuals, strict=True)
-    ]
+    return [(p.batch, 1 + r * spread / (spread + p.sure_error**2)) for p, r in zip(points, residuals, strict=True)]
 
 
 def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], simple: bool) -> Curve:
@@ -185,21 +191,13 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """The seconds of each further pass beyond a step of its rows, by one or more measured steps in several passes."""
-    weights = [((p.passes - 1) / (max(p.error, LEAST_ERROR) * p.seconds)) ** 2 for p in steps]
+    weights = [((p.passes - 1) / p.seconds) ** 2 * p.weight for p in steps]
     found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
     return max(mean, (LEAST_REPEATED - 1) * curve.seconds(rows))
 
 
 # ---------------------------------------------------------------------- stairs
-
-
-class Step(msgspec.Struct, frozen=True):
-    """A measured time of a batch, and by how much it may be off, in seconds."""
-
-    batch: int
-    seconds: float
-    error: float
 
 
 class Stairs(msgspec.Struct, frozen=True):
@@ -240,12 +238,12 @@ class Stairs(msgspec.Struct, frozen=True):
         return early, max(early, late)
 
 
-def fit_stairs(points: Sequence[Step]) -> Stairs | None:
+def fit_stairs(points: Sequence[Point]) -> Stairs | None:
     """The highest stairs that explain points in rising batch; None if none do, or the points are too few to tell."""
     if len(points) < FEWEST:
         return None
     low, high = points[0].seconds, points[-1].seconds
-    error = max(point.error for point in points)
+    error = max(point.leeway for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
         if rise < LEAST_RISE * error:
@@ -256,12 +254,12 @@ def fit_stairs(points: Sequence[Step]) -> Stairs | None:
     return None
 
 
-def _explain(points: Sequence[Step], levels: Sequence[int]) -> Stairs | None:
+def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     """The stairs with these points on these levels; None if that contradicts their times or their batches."""
-    samples = [(float(n), p.seconds, 1 / p.error**2) for n, p in zip(levels, points, strict=True)]
+    samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
-        if abs(first + rise * level - point.seconds) > point.error + LEAN * min(rise, point.seconds):
+        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(rise, point.seconds):
             return None
     places = _place([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
