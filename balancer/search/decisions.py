@@ -13,7 +13,6 @@ from ..types import CurveSketch, Layout, Probe, Problem
 from .machine_model import MachineModel
 
 SKETCHED = 24  # points of a curve for drawing
-DIGITS = 6  # significant ones, of a curve in a plan
 WHY_SOLO = (
     "a first time",
     "the slope of time and memory",
@@ -104,7 +103,7 @@ def _cut_curve(curve: Curve, batch: int) -> Knots:
 
 
 def _round(figure: float) -> float:
-    return float(f"{figure:.{DIGITS}g}")
+    return float(f"{figure:.6g}")
 
 
 def explain_race(probe: Probe, layouts: int) -> str:

@@ -8,7 +8,7 @@ from all stages.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
@@ -22,9 +22,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
-CHANGED = 0.03  # relative: a check that is slower by more shows that the machine has changed (throttle)
 
-Place = tuple[str, tuple[int, ...]]  # a layout's kind and devices
 Turns = dict[int, Timed]
 
 
@@ -34,18 +32,14 @@ class Observations:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
-        self._failures: Counter[Probe] = Counter()
-        self._failed_seconds: defaultdict[Probe, float] = defaultdict(float)
+        self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
         self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
-        self._places: defaultdict[Place, list[Probe]] = defaultdict(list)
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
+        self._settled: dict[Stage, list[Observation]] = {}
         self._others = MemoryOfOthers()
         self.gone: set[int] = set()  # devices that are no longer there
         self._held: set[int] = set()  # devices of layouts in which one was held back
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
-        self._devices: dict[int, DeviceEvidence] = {}
-        self._refuted: dict[Place, frozenset[Layout]] = {}
-        self._settled: dict[Stage, list[Observation]] = {}
         self.explored_version = 0  # grows with everything that may change what is believed of devices
 
     def add(self, seen: Observation) -> None:
@@ -58,10 +52,9 @@ class Observations:
             return
         if isinstance(seen, Failed):
             self._count_failure(seen)
-        elif self._others.note(seen):
-            self._refuted.clear()
-            self._devices.clear()
             self.explored_version += 1
+        else:
+            self.explored_version += self._others.note(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
             self.explored_version += 1
@@ -70,43 +63,31 @@ class Observations:
             self._index(probe)
         if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
-        elif not (isinstance(seen, Failed) and isinstance(before, Failed)):
-            return  # a better one is kept
-        self._forget(seen)
+            self._note_change(seen)
 
     def _count_failure(self, seen: Failed) -> None:
-        self._failures[seen.probe] += 1
-        self._failed_seconds[seen.probe] += seen.elapsed_seconds
-        if seen.cause == "device" and self._failures[seen.probe] >= TRIES:
+        self._settled.pop(seen.probe.stage, None)
+        self._failures[seen.probe].append(seen.elapsed_seconds)
+        if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
             self.gone.update(seen.devices)
-            self._devices.clear()
-            self.explored_version += 1
+
+    def _note_change(self, seen: Observation) -> None:
+        stage, active = seen.probe.stage, seen.probe.layout.active
+        self._settled.pop(stage, None)
+        if isinstance(seen, Timed) and seen.held_back():
+            self._held.update(active)
+        explored = stage in EXPLORATION or not self._held.isdisjoint(active)
+        self.explored_version += explored or not isinstance(seen, Timed)
 
     def _index(self, probe: Probe) -> None:
-        layout = probe.layout
-        self._places[layout.kind, layout.active].append(probe)
-        self._by_layout[layout].append(probe)
+        self._by_layout[probe.layout].append(probe)
         if probe.stage in EXPLORATION:
-            for position in layout.active:
+            for position in probe.layout.active:
                 self._explored[position].append(probe)
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """True if others hold as much of the device's memory as when a layout ran out of it."""
         return held_by_others(position, seen) <= self._others.held(position)
-
-    def _forget(self, seen: Observation) -> None:
-        """Drop cached readings that this observation changes."""
-        probe, layout = seen.probe, seen.probe.layout
-        self._settled.pop(probe.stage, None)
-        self._refuted.pop((layout.kind, layout.active), None)
-        if isinstance(seen, Timed) and seen.held_back():
-            self._held.update(layout.active)
-        changed = probe.stage in EXPLORATION or bool(self._held.intersection(layout.active))
-        if changed:
-            for position in layout.active:
-                self._devices.pop(position, None)
-        if changed or not isinstance(seen, Timed):
-            self.explored_version += 1
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
@@ -185,7 +166,7 @@ class Observations:
         checks = {t.probe.turn: t for t in timed if t.probe.stage == "check" and not any(map(t.held_back, over))}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
-        slower = all(one.throughput.high < least * (1 - CHANGED) for one in _steady(checks).values())
+        slower = all(one.throughput.high < least for one in _steady(checks).values())
         since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
         return {**checks, **since} if checks and slower else {}
 
@@ -207,32 +188,15 @@ class Observations:
         A layout is refuted by one on the same devices that ran out of memory with no more on any of them, by memory
         that others were seen to hold, and by a device that has gone.
         """
-        return {layout: turns for layout, turns in timed.items() if self._still_fits(layout)}
+        found = [one for one in self._seen.values() if isinstance(one, OutOfMemory)]
+        full = [one.probe.layout for one in found if all(self.full_now(i, one) for i in one.probe.layout.active)]
+        return {layout: turns for layout, turns in timed.items() if self._still_fits(layout, full)}
 
-    def _still_fits(self, layout: Layout) -> bool:
-        place = layout.kind, layout.active
-        if self.gone.intersection(layout.active):
+    def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
+        here = (one for one in full if (one.kind, one.active) == (layout.kind, layout.active))
+        if self.gone.intersection(layout.active) or any(is_no_larger(one, layout) for one in here):
             return False
-        if place not in self._refuted:
-            self._refuted[place] = self._refute(place)
-        return layout not in self._refuted[place]
-
-    def _refute(self, place: Place) -> frozenset[Layout]:
-        seen = [self._seen[probe] for probe in self._places[place]]
-        full = [
-            one.probe.layout
-            for one in seen
-            if isinstance(one, OutOfMemory) and all(self.full_now(i, one) for i in one.probe.layout.active)
-        ]
-        return frozenset(
-            one.probe.layout
-            for one in seen
-            if isinstance(one, Timed)
-            and (
-                any(is_no_larger(layout, one.probe.layout) for layout in full)
-                or any(not self.holds(i, one) for i in place[1])
-            )
-        )
+        return all(self.holds(i, one) for one in self.timed_in(layout) for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
         """True if the device still has the memory that the layout took there."""
@@ -249,7 +213,7 @@ class Observations:
     def final(self, seen: Failed) -> bool:
         """True if another try is pointless: the probe had its tries, or the workload's own code raised."""
         own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
-        return own_code or self._failures[seen.probe] >= TRIES
+        return own_code or len(self._failures[seen.probe]) >= TRIES
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
@@ -267,7 +231,9 @@ class Observations:
         for probe, seen in self._seen.items():
             if wanted is not None and probe.stage not in wanted:
                 continue
-            cost = self._failed_seconds.get(probe, 0.0) + (0.0 if isinstance(seen, Failed) else seen.elapsed_seconds)
+            cost = math.fsum(self._failures.get(probe, ())) + (
+                0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
+            )
             if probe.stage in ("solo", "part"):
                 rounds[probe.stage, probe.turn, probe.layout.active[0]] += cost
             elif probe.stage != "race" or probe.turn <= until_turn:
@@ -281,9 +247,7 @@ class Observations:
 
     def device(self, position: int) -> DeviceEvidence:
         """The evidence that exploration found on one device."""
-        if position not in self._devices:
-            self._devices[position] = read_device(self, position)
-        return self._devices[position]
+        return read_device(self, position)
 
     def explored(self, position: int) -> list[Observation]:
         """The observations of a device in exploration, in the order of their probes."""
