@@ -21,12 +21,10 @@ from evener.shares.waterfill import DeviceCurve
 from ..types import Layout, Problem
 from .budget import Budget
 from .model.evidence import DeviceEvidence
-from .model.memory import BLIND_GROWTH, UNBOUNDED
-from .ranking import smallest_gain
-
-CLEAR_RISE = 0.05  # relative: time that rose by less says nothing of the slope (knee; stairs in 20 s)
-CLEAR_ERRORS = 4.0  # standard errors of a point that it rises by beside that (noisy_slow)
-LONGER = 1.25  # times the step of the largest batch that ran: allowed whatever the budget (huge_steps)
+from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
+from .model.step_time import LEVEL
+from .ranking import LEAST_GAIN, smallest_gain
+from .statistics import CLEAR
 
 
 class Bounds:
@@ -86,9 +84,12 @@ class Bounds:
         return all(layout.pass_rows[i] <= self.safe[i] for i in layout.active)
 
     def useful(self, device: DeviceCurve) -> int:
-        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below `smallest_gain`."""
+        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below half of `smallest_gain`.
+
+        Half, as the tolerance is taken from what it reaches.
+        """
         curve, limit, quantum = device.curve, self.quick(device), self._quantum
-        gain = smallest_gain(self._problem.tolerance)
+        gain = max(LEAST_GAIN, smallest_gain(self._problem.tolerance) / 2)
         slope = (curve.seconds(limit) - curve.seconds(quantum)) / max(1, limit - quantum)
         if slope <= 0 or not curve.simple:
             return limit
@@ -111,14 +112,14 @@ class Bounds:
         evidence, curve = self._devices[device.position], device.curve
         smallest = evidence.alone[0].batch if evidence.alone else 0
         first, last = curve.seconds(smallest), curve.seconds(evidence.memory.ran)
-        rises = last > (1 + CLEAR_RISE + CLEAR_ERRORS * curve.error) * first
+        rises = last > (1 + LEVEL + CLEAR * curve.error) * first
         return math.inf if rises else self._budget.growth(last)
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
-        if not self._budget.limits_steps:
+        if self._budget.seconds is None:
             return device.limit
         ran = self._devices[device.position].memory.ran
-        longest = max(self._budget.longest_step(), LONGER * device.curve.seconds(ran))
+        longest = max(self._budget.longest_step(), SAFE_GROWTH * device.curve.seconds(ran))
         quick = device.curve.largest(longest, device.limit, self._quantum)
         return max(self._quantum, min(device.limit, max(ran, quick)))

@@ -17,7 +17,7 @@ from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
-from .ranking import worthwhile_gain
+from .ranking import smallest_gain
 from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
@@ -33,8 +33,8 @@ CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning 
 GROWS = 0.65  # of the budget: packs grow until then
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 
-EXPLORES = 0.4  # of the budget, where packs and placements follow, each with children that have to start
-MOST_OF_LEFT = 0.4  # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
+EXPLORES = 0.4  # of the budget, where packs and placements follow, whose children have to start; and of what is left,
+# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
 BEFORE_A_SPLIT = 0.2  # of what is left: a round before the first split, which adds to all curves (flat, then linear)
 SURPRISE = 6  # an exploring probe has 1 / this of what is left: level curves hide long steps (slow_start; noisy_slow)
 BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
@@ -62,7 +62,12 @@ class Budget:
         return self._seen.spent_seconds()
 
     def probe_seconds(
-        self, layout: Layout, stage: Stage, probes_left: int, step_seconds: float | None = None, reserved: float = 0.0
+        self,
+        layout: Layout,
+        stage: Stage,
+        probes_left: int = 1,
+        step_seconds: float | None = None,
+        reserved: float = 0.0,
     ) -> float:
         """The seconds that the next probe may measure, if `reserved` seconds follow.
 
@@ -99,13 +104,13 @@ class Budget:
         if self.seconds is None:
             return True
         left = self._end("solo") - self.spent
-        return seconds + after <= left and seconds <= (BEFORE_A_SPLIT if after else MOST_OF_LEFT) * left
+        return seconds + after <= left and seconds <= (BEFORE_A_SPLIT if after else EXPLORES) * left
 
     def growth(self, step_seconds: float) -> float:
         """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
         if self.seconds is None or not step_seconds:
             return math.inf
-        part = MOST_OF_LEFT if self._problem.devices == 1 or self._seen.in_stage("split") else BEFORE_A_SPLIT
+        part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else BEFORE_A_SPLIT
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     @cached_property
@@ -119,7 +124,7 @@ class Budget:
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
         left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
-        return gain > worthwhile_gain(self._problem.tolerance) + PRICE * seconds / left
+        return gain > smallest_gain(self._problem.tolerance) + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""
@@ -172,14 +177,9 @@ class Budget:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
-            left = MOST_OF_LEFT * self._left_to_explore
+            left = EXPLORES * self._left_to_explore
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
         return longest / (FEWEST_STEPS + self.tuning_steps)
-
-    @property
-    def limits_steps(self) -> bool:
-        """True if the time of a step is limited at a free batch."""
-        return self.seconds is not None
 
     # ------------------------------------------------------------------ what probes cost
 

@@ -12,11 +12,9 @@ from ..objectives import find_objective
 from ..types import Layout, OutOfMemory
 from .budget import Budget
 from .device_model import DeviceModel
-from .layouts import Candidate, LayoutOptions, divide, same_measurement, shrink
+from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
 from .machine_model import MachineModel
 from .packing import Packing
-
-RETREATS = 4  # smaller batches tried after a layout ran out of memory in the race: to a quarter
 
 
 class Candidates:

@@ -12,7 +12,8 @@ from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
 Knob = Literal["xla", "mixed"]
-RETREAT = 0.7  # of a batch that ran out of memory in the race: four reach a quarter
+RETREAT = 0.7  # of a batch that ran out of memory: the next to try
+RETREATS = 4  # tries of smaller ones: to a quarter
 SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
 
 

@@ -25,11 +25,9 @@ from .budget import Budget
 from .model.device_groups import group_devices
 from .model.evidence import lend_memory_lines
 from .model.hope import bend_is_open
-from .model.step_time import Point, fit_curve, fit_extra, merge_points
+from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .observations import Observations
 from .statistics import relative_error, rising_line
-
-FALL = 0.05  # relative: fewer rows in a pass must make clearly more samples/s, as a torch_maxer on an H200 did
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds
@@ -221,7 +219,7 @@ class MachineModel:
         if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
             fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
         best = max(fewer, key=lambda batch: batch / fewer[batch], default=rows)
-        gains = best in fewer and best / fewer[best] > (1 + FALL) * rows / curve.seconds(rows)
+        gains = best in fewer and best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
         return best // self.quantum * self.quantum if gains else rows
 
     def group_of(self, position: int) -> list[int]:

@@ -18,15 +18,12 @@ import msgspec
 
 from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
+from .layouts import RETREAT, RETREATS
 from .machine_model import MachineModel
-from .model.memory import Memory
+from .model.memory import MARGIN, Memory
 from .ranking import TIE, throughput
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
-WHOLE_MEMORY = 0.998  # the part for a fixed batch, which can't be made smaller
-BATCHES_A_SIZE = 3  # tries of a number of trainings that runs out of memory, each with a smaller batch
-PACK_RETREAT = 0.85  # of a batch that ran out of memory: the next one
-
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
 REFINEMENTS = 5  # sizes tried between neighbours after growth ended
@@ -103,7 +100,7 @@ class Packing:
     def _may_retreat(self, size: int) -> bool:
         tries = self._by_size.get(size, [])
         full = all(isinstance(seen, OutOfMemory) for seen in tries)
-        return full and self._problem.global_batch is None and len(tries) < BATCHES_A_SIZE and bool(self._batch(size))
+        return full and self._problem.global_batch is None and len(tries) < RETREATS and bool(self._batch(size))
 
     def _batch(self, size: int) -> int:
         """The batch of each of `size` trainings; 0 if not even the smallest fits."""
@@ -111,7 +108,7 @@ class Packing:
         if self._problem.global_batch is not None:
             return batch
         for seen in self._by_size.get(size, []):
-            batch = min(batch, int(seen.probe.layout.global_batch * PACK_RETREAT))
+            batch = min(batch, int(seen.probe.layout.global_batch * RETREAT))
         return max(0, batch // self._problem.multiple_of * self._problem.multiple_of)
 
     def _batch_within(self, size: int) -> int:
@@ -130,7 +127,7 @@ class Packing:
             return MOST_PROCESSES
         fixed = self._problem.global_batch is not None
         held = self._memory.bytes_at(self._single.global_batch if fixed else self._problem.multiple_of)
-        share = WHOLE_MEMORY if fixed else MEMORY_SHARE
+        share = 1 - MARGIN if fixed else MEMORY_SHARE  # a fixed batch can't be made smaller
         return max(1, min(MOST_PROCESSES, int(share * limit / held))) if held > 0 else MOST_PROCESSES
 
     @cached_property

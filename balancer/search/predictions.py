@@ -16,7 +16,7 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
-from .ranking import COMES_TRUE, smallest_gain, worthwhile_gain
+from .ranking import COMES_TRUE, smallest_gain
 
 INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
@@ -126,7 +126,7 @@ class Predictions:
             hoped
             and wanted
             and COMES_TRUE * (hoped.samples_per_second / wanted.samples_per_second - 1)
-            > worthwhile_gain(self._problem.tolerance)
+            > smallest_gain(self._problem.tolerance)
         ):
             wanted = hoped
         found = self._unknown(wanted.shares if wanted else ())

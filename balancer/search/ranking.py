@@ -26,8 +26,7 @@ PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 USUAL = 0.02  # tolerance: a larger one allows a smaller batch, and makes no measurement worth less (kernel_up, knee)
-GAIN_OF_TOLERANCE = 0.25  # the same as a part of the tolerance
-WORTH_OF_TOLERANCE = 0.5  # the same for another layout, which takes several measurements (tests of crawling devices)
+GAIN_OF_TOLERANCE = 0.5  # the same as a part of the tolerance (tests of crawling devices)
 COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
@@ -142,11 +141,6 @@ def unsettled(
 def smallest_gain(tolerance: float) -> float:
     """The relative gain below which another measurement isn't worth its time."""
     return max(LEAST_GAIN, GAIN_OF_TOLERANCE * min(tolerance, USUAL))
-
-
-def worthwhile_gain(tolerance: float) -> float:
-    """The relative gain below which another layout isn't worth measuring."""
-    return max(LEAST_GAIN, WORTH_OF_TOLERANCE * min(tolerance, USUAL))
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:

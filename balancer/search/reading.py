@@ -55,7 +55,7 @@ class SearchReading:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
             return RowDevices(self.predictions)
-        longest = self._first_budget.longest_step() if self._first_budget.limits_steps else None
+        longest = self._first_budget.longest_step() if self._first_budget.seconds is not None else None
         return TextDevices(TextModel(self.problem, self.seen, self.model.live, longest))
 
     @cached_property

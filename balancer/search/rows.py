@@ -17,7 +17,7 @@ from .decisions import plan_curves
 from .device_model import DeviceModel
 from .layouts import split_evenly
 from .predictions import Predictions
-from .ranking import worthwhile_gain
+from .ranking import smallest_gain
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
@@ -162,7 +162,7 @@ class RowDevices(DeviceModel):
             for one in (predictions.tolerable, predictions.insured)
             if one and one.global_batch != chosen.global_batch
         ]
-        gain = worthwhile_gain(self._problem.tolerance)
+        gain = smallest_gain(self._problem.tolerance)
         if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
             wanted.append(fastest)
         return [layout for layout in map(predictions.layout, wanted) if self._model.bounds.surely_hold(layout)]

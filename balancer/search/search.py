@@ -229,7 +229,7 @@ class Search:
 
     @property
     def devices(self) -> DeviceModel:
-        """What is known of the devices and of the exchange between them."""
+        """The model of the devices and of the exchange between them."""
         return self._reading.devices
 
     @property

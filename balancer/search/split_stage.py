@@ -14,7 +14,7 @@ from evener.shares.waterfill import Allocation
 from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, LEAST_RATE, worthwhile_gain
+from .ranking import LEAST_GAIN, LEAST_RATE, smallest_gain
 from .statistics import LONE_BLOCK
 
 MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
@@ -103,7 +103,7 @@ class SplitStage:
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
         walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
-        return LEAST_GAIN if walled else worthwhile_gain(self._problem.tolerance)
+        return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""

@@ -21,11 +21,10 @@ from .layouts import RETREAT, SAME_SHARE
 from .model.device_groups import FEWEST_COMMON, group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
-from .statistics import fit_rates, relative_error
+from .statistics import CLEAR, fit_rates, relative_error
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
 FEWEST_POINTS = 3  # a cost has three rates: of a pass, of tokens, of tokens times lengths
-CLEARLY = 4.0  # two standard errors, squared: 95 %
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -63,7 +62,7 @@ def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
     if len(found) < FEWEST_POINTS:
         return None
     fits = [_fit(found, steps) for steps in (0.0, 1.0)]
-    best = fits[1] if _misfit(fits[1], found) < _misfit(fits[0], found) - CLEARLY else fits[0]
+    best = fits[1] if _misfit(fits[1], found) < _misfit(fits[0], found) - CLEAR**2 else fits[0]
     return best if best.cost.is_valid() else None
 
 
@@ -79,9 +78,7 @@ def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
     return sum(((cost.seconds(one.work) / one.seconds - 1) / one.error) ** 2 for one in points)
 
 
-DRAWN_ROWS = 512  # that a prediction deals, in at least FEWEST_BATCHES batches
-FEWEST_BATCHES = 2
-MOST_BATCHES = 8
+DRAWN_ROWS = 512  # that a prediction deals, or one batch
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch
 LARGEST_BATCH = 1024  # rows that are worth a prediction
 _DRAW = (1103515245, 12345, 1 << 31)  # a linear congruential generator: the same batches in every search
@@ -321,7 +318,7 @@ class TextModel:
     def _draw(self, batch: int) -> Iterator[list[int]]:
         """Global batches of rows of the data's lengths."""
         lengths, (factor, step, modulus), state = self.problem.lengths, _DRAW, 1
-        for _ in range(max(FEWEST_BATCHES, min(MOST_BATCHES, DRAWN_ROWS // batch))):
+        for _ in range(max(1, DRAWN_ROWS // batch)):
             drawn = []
             for _ in range(batch):
                 state = (factor * state + step) % modulus

@@ -17,18 +17,14 @@ from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
 from .decisions import explain_too_long
 from .device_model import DeviceModel
-from .layouts import split_evenly
-from .solo_stage import MOST_PASSES
-from .text_model import TextModel
+from .layouts import RETREATS, split_evenly
+from .solo_stage import MOST_PASSES, SMALL
+from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
-ROWS = 8  # of middling length: the first pass
 GROWTH = 4  # from one larger pass to the next
-MOST_GROWN = 4  # larger passes
 LONG_ENOUGH = 3.0  # times as long as the first pass: enough to show what tokens cost
-MOST_ALONE = 3  # tries of a global batch on one device: smaller passes follow where it ran out of memory
 MOST_TEXT_SPLITS = 3
-PROBES_TO_EXPECT = 7  # of each device alone
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
@@ -128,11 +124,10 @@ class TextStage:
         if not all(self._affords(layout, ends_with) for layout in layouts.values()):
             return ()
         turn = 1 + max((len(self._text.tried_alone(i)) for i in layouts), default=0)
-        left = max(1, PROBES_TO_EXPECT - turn)
-        return tuple(self._probe(layout, "solo", left, turn) for layout in layouts.values())
+        return tuple(self._probe(layout, "solo", turn) for layout in layouts.values())
 
-    def _probe(self, layout: Layout, stage: Stage, left: int, turn: int = 0) -> Probe:
-        seconds = self._budget.probe_seconds(layout, stage, left, self._seconds(layout))
+    def _probe(self, layout: Layout, stage: Stage, turn: int) -> Probe:
+        seconds = self._budget.probe_seconds(layout, stage, step_seconds=self._seconds(layout))
         return Probe(layout, stage, min(seconds, PASS_SECONDS) if layout.length else seconds, turn)
 
     def _affords(self, layout: Layout, ends_with: Stage) -> bool:
@@ -159,12 +154,9 @@ class TextStage:
 
     def _passes(self, position: int) -> Iterator[Layout]:
         middle, longest = self._quantile(MIDDLE), self._problem.lengths[-1]
-        tokens = max(ROWS * middle, longest)
+        tokens = max(SMALL * middle, longest)
         yield self._same_length(position, middle, tokens)
-        for _ in range(MOST_GROWN):
-            tokens *= GROWTH
-            if not self._worth_growing(position, longest, tokens):
-                break
+        while self._worth_growing(position, longest, tokens := tokens * GROWTH):
             yield self._same_length(position, longest, tokens)
         largest = max((longest, *self._single_passes(position)))
         yield self._same_length(position, self._quantile(SHORT), max(largest // GROWTH, longest), MOST_PASSES)
@@ -191,16 +183,16 @@ class TextStage:
         steps = self._single_passes(position)
         if not steps or _take_clearly_longer(steps) or GROWTH * max(steps.values()) > self._budget.longest_step():
             return False
-        most = self._problem.global_batch or self._problem.max_global_batch
+        most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
         wall = self._text.walls[position]
-        return not (most and tokens > most * length) and not (wall and tokens > wall)
+        return tokens <= most * length and not (wall and tokens > wall)
 
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
         """The global batch on one device, again in smaller passes if it ran out of memory."""
         tried = [one for one in self._text.tried_alone(position) if one.probe.layout.costs]
-        if len(tried) >= MOST_ALONE or any(isinstance(one, Timed | Failed) for one in tried):
+        if len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried):
             return None
         if not self._text.can_hold((position,)):
             return None
@@ -216,7 +208,7 @@ class TextStage:
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
             return ()
         affordable = self._affords(layout, "split" if self._text.splits else "race")
-        return (self._probe(layout, "split", MOST_TEXT_SPLITS, turn=len(tried)),) if affordable else ()
+        return (self._probe(layout, "split", len(tried)),) if affordable else ()
 
 
 def _take_clearly_longer(steps: Mapping[int, float]) -> bool:

@@ -14,12 +14,11 @@ from itertools import accumulate
 
 from evener.shares.curves import Curve
 
+from ..statistics import CLEAR
 from .memory import BLIND_GROWTH
-from .step_time import Point, merge_points, read_stairs
+from .step_time import LEVEL, Point, merge_points, read_stairs
 
 BENT = 1.1  # times: slopes that differ by less are one slope
-RISEN = 0.03  # relative: times that differ by less are level
-CLEAR = 2.0  # standard errors, 95 %: a gap in which less may hide shows nothing
 
 
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
@@ -46,7 +45,7 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
     """True if the bend may be anywhere between points: one alone lies beyond a level stretch, or three make it."""
-    risen = sum(point.seconds > (1 + RISEN) * curve.times[0] for point in points)
+    risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 

@@ -14,19 +14,17 @@ from functools import cached_property
 import msgspec
 
 from ...types import OutOfMemory, Timed
+from .step_time import LEVEL, SAME_BATCH
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
-FINE = 0.03  # relative: a gap between ran and failed below this isn't narrowed: each try may run out
 WIDE = 4  # failed / ran: a wider gap with unknown bytes is cut at its geometric mean
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes)
-SAFE_GROWTH = 1.25  # times the largest that ran: the most that is safe without having run (the same)
+SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps)
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
 SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
 BELIEVED = 0.7  # of the free memory: used if the line bends upwards (bent memory: 4 more run out without)
 UNBOUNDED = 1 << 30  # samples
-BEFORE_THE_RACE = -1
-DISTINCT = 0.95  # ignore pairs of batches within 5 %: allocator rounding dominates
 
 
 class MemoryOfOthers:
@@ -37,24 +35,24 @@ class MemoryOfOthers:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, bytes)
+        self._seen: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, -1 before it; bytes)
 
     def note(self, seen: Timed | OutOfMemory) -> bool:
         """Take an observation; whether others hold more or less by it."""
         probe = seen.probe
         if not seen.short_bytes:
             return False
-        turn = probe.turn if probe.stage in ("race", "knobs", "check") else BEFORE_THE_RACE
+        turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
         before = {position: self.held(position) for position in range(len(probe.layout.shares))}
         for position, share in enumerate(probe.layout.shares):
             size = held_by_others(position, seen)
             if share or size:
-                self._seen[position] = max(self._seen.get(position, (BEFORE_THE_RACE, 0)), (turn, size))
+                self._seen[position] = max(self._seen.get(position, (-1, 0)), (turn, size))
         return any(self.held(position) != size for position, size in before.items())
 
     def held(self, position: int) -> int:
         """The bytes of a device that others hold."""
-        return self._seen.get(position, (BEFORE_THE_RACE, 0))[1]
+        return self._seen.get(position, (-1, 0))[1]
 
 
 def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
@@ -101,7 +99,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """The distinct points of the shape, chosen from the largest down; its outermost two if none are distinct."""
         kept: list[tuple[int, int]] = []
         for point in reversed(self.shape):
-            if not kept or point[0] <= DISTINCT * kept[-1][0]:
+            if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
                 kept.append(point)
         return tuple(reversed(kept)) if len(kept) > 1 else self.shape[:1] + self.shape[1:][-1:]
 
@@ -154,7 +152,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         With `hoped`, the largest that may fit after all, however many tries lie before it; two that failed are enough.
         """
         above = min(cap, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum)) if self.unsure else cap
-        if above <= self.ran or (self.failed is not None and self.failed - self.ran <= max(quantum, FINE * self.ran)):
+        if above <= self.ran or (
+            self.failed is not None and self.failed - self.ran <= max(quantum, SAME_BATCH * self.ran)
+        ):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):

@@ -19,13 +19,13 @@ from evener.shares.curves import ROUNDING, Curve
 from ..statistics import rising_line
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
+LEVEL = 0.05  # relative: times that differ by less may be level (knee; stairs in 20 s; a torch_maxer on an H200), and
+# between batches that differ by less, allocators' rounding dominates
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
 
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
-LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
-LEAST_RISE = 4.0  # times what a point may be off: a smaller one could explain anything (noise of stall)
 WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
@@ -246,7 +246,7 @@ def fit_stairs(points: Sequence[Point]) -> Stairs | None:
     error = max(point.leeway for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
-        if rise < LEAST_RISE * error:
+        if rise < LINE_ERRORS * error:  # a smaller one could explain anything (noise of stall)
             break
         levels = [round((point.seconds - low) / rise) for point in points]
         if len(set(levels)) < len(levels) and (found := _explain(points, levels)):
@@ -259,7 +259,7 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
-        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(rise, point.seconds):
+        if abs(first + rise * level - point.seconds) > point.leeway:
             return None
     places = _place([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None

@@ -204,8 +204,3 @@ def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
     assert found.longest_step() == pytest.approx(max(0.2, 0.4 * (95 - 51) - found.overhead_seconds) / 5)
     assert budget(seconds=None).longest_step() == pytest.approx(60 / 5)
     assert budget(timed(solo(2, 0, 8), elapsed_seconds=99.9)).longest_step() == pytest.approx(0.2 / 5)
-
-
-def test_steps_are_limited_by_a_budget() -> None:
-    assert budget().limits_steps
-    assert not budget(seconds=None).limits_steps

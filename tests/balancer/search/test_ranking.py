@@ -237,8 +237,8 @@ def test_a_difference_without_any_error_is_itself() -> None:
 def test_what_is_worth_a_turn_grows_with_the_tolerance() -> None:
     """From what can be measured at all up to the usual tolerance."""
     assert smallest_gain(0.0) == smallest_gain(0.004) == 0.002
-    assert smallest_gain(0.016) == pytest.approx(0.004)
-    assert smallest_gain(0.02) == smallest_gain(0.04) == pytest.approx(0.005)
+    assert smallest_gain(0.016) == pytest.approx(0.008)
+    assert smallest_gain(0.02) == smallest_gain(0.04) == pytest.approx(0.01)
 
 
 def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> None:
