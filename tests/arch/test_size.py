@@ -8,7 +8,7 @@ import sys
 
 from tests.support.sources import PACKAGES, REPO, files, parsed
 
-MOST_LINES, MOST_FILES = 53_750, 286  # of product code: lower them with what goes; what comes takes something out
+MOST_LINES, MOST_FILES = 53_450, 284  # of product code: lower them with what goes; what comes takes something out
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 NINTH_TENTH = 15  # lines that nine of ten functions have at most
 MOST_RETURNS = 7  # of `evener balance` on simulated devices to its session (tests/support/walk.py)
