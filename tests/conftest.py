@@ -166,7 +166,7 @@ def trainer_ranks(
     `imports` is a module that they use, which is imported once for all.
     """
     torch, folder = pytest.importorskip("torch"), tmp_path_factory.mktemp("ranks")
-    server = rank_server("torch._dynamo")  # optimizers load it on their first step, which takes 2 s in each rank
+    server = rank_server("tests.support.torch_imports")
 
     def run(function: str, *arguments: Any, world: int = 1, imports: str = "") -> list[Any]:
         own = folder / str(len(list(folder.iterdir())))

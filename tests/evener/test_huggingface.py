@@ -18,7 +18,6 @@ if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
 
 import torch
 
-from evener.torch_rows.sampler import UnevenBatchSampler
 from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 
@@ -154,7 +153,7 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert found["experts at once"] == found["nothing"] == found["nothing in shards"] == ""
     assert found["lengths"] == [1, 2, 3]
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}
-    assert found["the same by global_batch"] == 6
+    assert found["the same by global_batch"] == 4
     assert found["gone on from a bare training"] < 1e-12
     assert found["rows of an own loader"] == list(range(11, 2, -1))
     assert found["the user's"] == (1, 8)
@@ -172,21 +171,21 @@ def test_trl_trainers_that_generate_have_the_method_by_which_they_are_refused(na
     assert "def _generate_and_score_completions(" in source.read_text()
 
 
-def test_every_row_is_in_one_pass_of_one_rank() -> None:
+def test_every_row_is_in_one_pass_of_one_rank(trainer_ranks: Run) -> None:
     """Also in a last batch with fewer rows than passes, where a row that doesn't count keeps step."""
-    skip_without("transformers")
-    from evener.huggingface.rows import PassSampler
-
-    for rows in range(9, 34):
-        seen = []
+    (found,) = trainer_ranks(f"{PROGRAMS}.deal_passes")
+    assert {rows for rows, _ in found} == set(range(9, 34))
+    for rows, batches in found:
+        assert [len(batches[rank]) for rank in (0, 1)] == [-(-rows // 8)] * 2
         for rank, passes in enumerate((3, 1)):
-            sampler = PassSampler(UnevenBatchSampler(rows, (6, 2), rank), passes)
-            batches = list(sampler)
-            assert len(batches) == len(sampler) == -(-rows // 8)
-            for step, batch in enumerate(batches):
-                assert len(batch) == passes
-                sizes = sampler.pass_sizes(step)
-                seen += [row for each, size in zip(batch, sizes, strict=True) for row in each[:size]]
+            assert {len(batch) for batch, _ in batches[rank]} == {passes}
+        seen = [
+            row
+            for rank in batches
+            for batch, sizes in rank
+            for each, size in zip(batch, sizes, strict=True)
+            for row in each[:size]
+        ]
         assert sorted(seen) == list(range(rows))
 
 

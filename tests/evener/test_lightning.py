@@ -108,7 +108,7 @@ def test_what_lightning_may_not_do_is_refused(trainer_ranks: Run) -> None:
     assert "training_step(dataloader_iter) takes batches itself" in found["batches of its own"]
     assert "sees one pass of 4 rows" in found["normalized"]
     assert "not supported with distributed strategies" in found["finder"]
-    assert found["accumulated"] == [(2, 3), (2, 3)]  # global batches, and steps: a second training is over at once
+    assert found["accumulated"] == [(2, 2), (2, 2)]  # global batches, and steps: a second training is over at once
 
 
 def test_a_trainers_loader_goes_on_in_mid_epoch() -> None:

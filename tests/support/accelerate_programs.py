@@ -99,7 +99,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
         loader = accelerator.prepare(loader)
     if name == "resumed" and split is not None:
         halve(accelerator, model, optimizer, loader, split, folder)
-    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS):
+    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS + (name == "rebalanced")):
         sampler.set_epoch(epoch)
         LOOPS[name](accelerator, model, optimizer, loader, split)
     found: dict[str, Any] = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}

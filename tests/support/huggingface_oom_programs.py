@@ -35,7 +35,7 @@ from tests.support.torch_oom_programs import Bomb, Fuse
 
 PROGRAMS = {
     "tokens": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}),
-    "rows": Program("plain", 45, ADAM),
+    "rows": Program("plain", 29, ADAM),
     "rows by a compute_loss": Program("own loss", 29, ADAM),
     "rows, checkpointed": Program("own loss", 21, {**ADAM, "gradient_checkpointing": True}),
 }
@@ -101,7 +101,7 @@ def train(program: Program, shares: list[int], micros: list[int], folder: Path, 
     passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
     kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))
     bombs = Bombs(parts["model"], rank)
-    trainer = kind(args=make_arguments(program, str(folder)), callbacks=[bombs], **parts)
+    trainer = kind(args=make_arguments(program, str(folder), num_train_epochs=3), callbacks=[bombs], **parts)
     return {**describe(trainer, trainer.train()), "burst": bombs.fuse.burst, "rank": rank, **list_figures(trainer)}
 
 
@@ -114,7 +114,7 @@ def list_figures(trainer: Any) -> dict[str, Any]:
 def reference(program: Program) -> dict[str, Any]:
     """By the bare trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = make_arguments(program, folder, per_device_train_batch_size=GLOBAL_BATCH)
+        arguments = make_arguments(program, folder, num_train_epochs=3, per_device_train_batch_size=GLOBAL_BATCH)
         trainer = counting(choose_class(program), True)(args=arguments, **make_parts(program))
         return {**describe(trainer, trainer.train()), **list_figures(trainer)}
 

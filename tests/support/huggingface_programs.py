@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from evener.huggingface import with_plan
+from evener.huggingface.rows import PassSampler
 from evener.plan.file import Plan, Share, make_layout
 from evener.shares.curves import Cost
 from evener.torch_rows.sampler import RowOrder, UnevenBatchSampler
@@ -38,7 +39,7 @@ class Program(msgspec.Struct, frozen=True):
     """One training; `arguments` are of TrainingArguments."""
 
     model: str = "llama"
-    rows: int = 41  # five full batches and one of a single row
+    rows: int = 25  # three full batches and one of a single row
     arguments: dict[str, Any] = {}
     resume_after: int = 0  # steps: stop there, and go on from the checkpoint
     three_ranks: bool = False  # also in passes by three
@@ -65,32 +66,34 @@ COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 PROGRAMS = {
     "tokens": Program(arguments=ADAM, three_ranks=True),
     "tokens, accumulated, cosine": Program(
-        rows=45, arguments={**ADAM, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+        rows=29, arguments={**ADAM, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
     ),
-    "tokens by length": Program(rows=45, arguments={**ADAM, "train_sampling_strategy": "group_by_length"}),
+    "tokens by length": Program(rows=29, arguments={**ADAM, "train_sampling_strategy": "group_by_length"}),
     "rows": Program("plain", arguments=ADAM),
     "rows, accumulated, drop last": Program(
-        "plain", 45, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}, three_ranks=True
+        "plain", 29, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}, three_ranks=True
     ),
     "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
-    "rows by a compute_loss": Program("own loss", 45, ADAM),
+    "rows by a compute_loss": Program("own loss", 29, ADAM),
     "rows by a compute_loss that doesn't say so": Program(
         "unmarked loss", 21, {**ADAM, "gradient_accumulation_steps": 2}
     ),
     "tokens without a mean over ranks": Program(rows=21, arguments={**ADAM, "average_tokens_across_devices": False}),
     "bf16": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}),
-    "resumed": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True),
-    "tokens by cost": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
-    "rows by cost": Program("own loss", 41, ADAM, by_cost=True),
-    "tokens, rebalanced": Program(rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, rebalance=True),
-    "rows, rebalanced": Program("plain", 45, ADAM, three_ranks=True, rebalance=True),
-    "tokens, in shards": Program(
-        rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2}, three_ranks=True, by_memory=True
+    "resumed": Program(rows=29, arguments=ADAM, resume_after=6, three_ranks=True),
+    "tokens by cost": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
+    "rows by cost": Program("own loss", 25, ADAM, by_cost=True),
+    "tokens, rebalanced": Program(
+        rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, rebalance=True
     ),
-    "resumed in other shards": Program(rows=45, arguments=ADAM, resume_after=8, three_ranks=True, by_memory=True),
+    "rows, rebalanced": Program("plain", 29, ADAM, three_ranks=True, rebalance=True),
+    "tokens, in shards": Program(
+        rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}, three_ranks=True, by_memory=True
+    ),
+    "resumed in other shards": Program(rows=29, arguments=ADAM, resume_after=6, three_ranks=True, by_memory=True),
     "the best, in shards": Program(arguments=BEST, by_memory=True),
     "bf16, in shards": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True),
-    "tokens, FSDP2": Program(rows=45, arguments=ADAM, sharded=True),
+    "tokens, FSDP2": Program(rows=29, arguments=ADAM, sharded=True),
 }
 
 
@@ -246,15 +249,15 @@ def make_parts(program: Program) -> dict[str, Any]:
 
 
 def make_arguments(program: Program, folder: str, **changes: Any) -> TrainingArguments:
-    """Three epochs in float64, a logged loss every five steps."""
+    """Two epochs in float64, a logged loss every three steps."""
     on_cpu = not torch.cuda.is_available()
     options: dict[str, Any] = {
         "use_cpu": on_cpu,
-        "num_train_epochs": 3,
+        "num_train_epochs": 2,
         "lr_scheduler_type": "constant",
         "report_to": [],
         "save_strategy": "no",
-        "logging_steps": 5,
+        "logging_steps": 3,
         "seed": SEED,
         "disable_tqdm": True,
         "remove_unused_columns": False,
@@ -382,3 +385,17 @@ def reference_all(folder: Path, rank: int, names: Sequence[str] = tuple(PROGRAMS
     """These programs in one process."""
     torch.set_num_threads(1)
     torch.save({name: reference(PROGRAMS[name]) for name in names}, folder / f"{rank}.pt")
+
+
+def deal_passes(folder: Path, rank: int) -> None:
+    """(rows, for each of two ranks its batches of passes and how many rows of each count), by data sets of 9 to 33."""
+    found = []
+    for rows in range(9, 34):
+        dealt = []
+        for place, passes in enumerate((3, 1)):
+            sampler = PassSampler(UnevenBatchSampler(rows, (6, 2), place), passes)
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            dealt.append([(batch, sampler.pass_sizes(step)) for step, batch in enumerate(batches)])
+        found.append((rows, dealt))
+    torch.save(found, folder / f"{rank}.pt")

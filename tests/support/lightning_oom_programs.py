@@ -146,7 +146,7 @@ class Case(msgspec.Struct, frozen=True):
 
     module: Callable[[], Any]
     options: dict[str, Any] = {}
-    rows: int = 45
+    rows: int = 29
     loader: dict[str, Any] = {}
     texts: bool = False
     validate: bool = False
@@ -156,13 +156,13 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = {
-    "figures": Case(Figures, {"gradient_clip_val": 0.5}, rows=41),
+    "figures": Case(Figures, {"gradient_clip_val": 0.5}, rows=25),
     "columns": Case(lambda: Named(False), loader={"collate_fn": name_columns}),
     "tokens": Case(Tokens, {"accumulate_grad_batches": 2}, loader={"collate_fn": pad_texts}, texts=True),
     "validated": Case(lambda: Module(False), {"val_check_interval": 2}, validate=True),
     "compiled": Case(lambda: Silent(False), compiled=True),
-    "skipped": Case(lambda: Skips(False)),
-    "resumed": Case(lambda: Module(False), resume_after=8),
+    "skipped": Case(lambda: Skips(False), rows=45),
+    "resumed": Case(lambda: Module(False), resume_after=6),
     "bf16": Case(lambda: Module(False).float(), {"precision": "bf16-mixed"}, within=0.05),
     "fp16": Case(lambda: Module(False).float(), {"plugins": "fp16"}, within=0.05),
 }

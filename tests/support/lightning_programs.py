@@ -21,13 +21,13 @@ from evener.torch_split import Split
 from tests.support.huggingface_programs import SEED, Ordered, Points, make_plan
 from tests.support.scripted_shares import rotate_shares
 
-EPOCHS = 3
+EPOCHS = 2
 
 
 class Program(msgspec.Struct, frozen=True):
     """One training; `options` are the trainer's."""
 
-    rows: int = 41  # five full batches and one of a single row
+    rows: int = 25  # three full batches and one of a single row
     options: dict[str, Any] = {}
     manual: bool = False
     validate: bool = False
@@ -37,11 +37,11 @@ class Program(msgspec.Struct, frozen=True):
 
 PROGRAMS = {
     "plain": Program(options={"gradient_clip_val": 0.5}),
-    "accumulated": Program(45, {"accumulate_grad_batches": 2, "precision": "64-true"}),
-    "validated": Program(45, validate=True),
+    "accumulated": Program(29, {"accumulate_grad_batches": 2, "precision": "64-true"}),
+    "validated": Program(29, validate=True),
     "manual": Program(manual=True),
-    "resumed": Program(45, resume_after=8),
-    "rebalanced": Program(45, {"accumulate_grad_batches": 2}, rebalance=True),
+    "resumed": Program(29, resume_after=6),
+    "rebalanced": Program(45, {"accumulate_grad_batches": 2, "max_epochs": 3}, rebalance=True),
 }
 
 

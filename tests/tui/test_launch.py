@@ -388,7 +388,7 @@ def test_ranks_of_torchrun_on_two_hosts_do_too(rank_server: Callable[[str], Rank
         for rank, (group, local, size) in enumerate(places)
     ]
     words = str(tmp_path), str(tmp_path / "plan.toml")
-    server = rank_server("torch._dynamo")
+    server = rank_server("tests.support.torch_imports")
     server.run("tests.support.script_ranks.run_launched", tmp_path, TRAINING, *words, ranks=ranks)
     check_ranks(tmp_path, HOSTS)
 
