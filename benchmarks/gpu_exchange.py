@@ -97,14 +97,14 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     rows, steps, comes, leaves = (1024, 24, 8, 24) if alone else (256, 1050, 150, 450)
     split = Split(ratios=[1] if alone else [1, 1], global_batch=rows, rebalance=not alone)
     model, loss = split.wrap(Decoder(512, 8).to(torch.bfloat16)), nn.CrossEntropyLoss()
-    optimizer, times, shares, other = torch.optim.AdamW(model.parameters(), 1e-4), [], [], None
+    optimizer, times, shares = torch.optim.AdamW(model.parameters(), 1e-4), [], []
+    other = Neighbour() if split.rank == split.world - 1 else None
     words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (steps * rows, LENGTH)))
     for number, batch in enumerate(split.loader(words)):
-        if number == comes and split.rank == split.world - 1:
-            other = take_memory(12 if alone else 2)
+        if number == comes and other is not None:
+            other.take(12 if alone else 2)
         if number == leaves and other is not None:
-            other.kill()
-            other.wait()
+            other.leave()
         started = time.perf_counter()
         split.step(batch, lambda part: loss(model(part.batch[0]).flatten(0, 1), part.batch[0].flatten()))
         optimizer.step()
@@ -113,7 +113,7 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         shares.append(split.shares[split.rank])
     if other is not None:
-        other.kill()
+        other.leave()
     marks = sorted({comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1} & set(range(steps)))
     return {
         "rank": split.rank,
@@ -125,19 +125,35 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     }
 
 
-def take_memory(left: float) -> subprocess.Popen[str]:
-    """A process that holds all but `left` GiB of what is free on this rank's GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    code = (
-        f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); free, _ = torch.cuda.mem_get_info();"
-        f" held = torch.empty(free - {int(left * 2**30)}, dtype=torch.uint8, device='cuda');"
-        " print(len(held), flush=True); input()"
-    )
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    other.stdout.readline()
-    return other
+class Neighbour:
+    """A process that comes to this rank's GPU; it starts at once, and takes memory when it is asked to.
+
+    To start takes it seconds, in which the training goes on.
+    """
+
+    def __init__(self) -> None:
+        code = (
+            f"import torch; torch.cuda.set_device({torch.cuda.current_device()}); left = int(input());"
+            " free, _ = torch.cuda.mem_get_info(); held = torch.empty(free - left, dtype=torch.uint8, device='cuda');"
+            " print(len(held), flush=True); input()"
+        )
+        command = [sys.executable, "-c", code]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def take(self, left: float) -> None:
+        """Have it hold all but `left` GiB of what is free."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{int(left * 2**30)}\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
+
+    def leave(self) -> None:
+        """End it, and its memory is free."""
+        self._process.kill()
+        self._process.wait()
 
 
 def overflow_on_one(_: float) -> dict[str, Any]:

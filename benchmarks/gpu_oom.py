@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, SequentialSampler
 
-from benchmarks.gpu_exchange import take_memory
+from benchmarks.gpu_exchange import Neighbour
 from benchmarks.gpu_steps import WORDS, Decoder
 from evener.torch_split import Split
 from evener.training.retreat import PassLimit
@@ -199,7 +199,7 @@ class Watch:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._neighbour: subprocess.Popen[str] | None = None
+        self._neighbour = Neighbour() if GPU and case.comes >= 0 else None
         self.starting = 0.0  # seconds that the neighbour took to come and go, which no step counts
         self.ends: list[float] = []
         self.passes: list[str] = []  # what ran out, and what follows
@@ -208,8 +208,8 @@ class Watch:
         if GPU:
             torch.cuda.synchronize()
         at = time.perf_counter()
-        if len(self.ends) == self._case.comes and GPU:
-            self._neighbour = take_memory(self._case.left)
+        if len(self.ends) == self._case.comes and self._neighbour is not None:
+            self._neighbour.take(self._case.left)
         if len(self.ends) == self._case.leaves:
             self.end()
         self.starting += time.perf_counter() - at
@@ -222,8 +222,7 @@ class Watch:
 
     def end(self) -> None:
         if self._neighbour is not None:
-            self._neighbour.kill()
-            self._neighbour.wait()
+            self._neighbour.leave()
             self._neighbour = None
 
 

@@ -46,7 +46,7 @@ MODELS: tuple[Size, ...] = (  # width, layers, rows
 SMALL: tuple[Size, ...] = ((64, 4, 8), (128, 2, 16), (16, 24, 1))
 LENGTH, WORDS = (256, 4096) if GPU else (16, 64)
 WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
-WARM_UP, STEPS, PROFILED = 8, 16, 4  # steps: of a way that was just made, of a turn, of a profile
+WARM_UP, PROFILED = 8, 4  # steps: of a way that was just made, of a profile
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -131,19 +131,19 @@ class Way:
         unsynced: AbstractContextManager[Any] = getattr(self._model, "no_sync", nullcontext)()
         return unsynced
 
-    def take_turn(self) -> None:
+    def take_turn(self, steps: int) -> None:
         """Time some steps: milliseconds of each, and of this process's CPUs in it."""
         self.step()
         if GPU:
             torch.cuda.synchronize()
         started, cpu = time.perf_counter(), time.process_time()
-        for _ in range(STEPS):
+        for _ in range(steps):
             self.step()
         cpu = time.process_time() - cpu  # before the wait, which spins
         if GPU:
             torch.cuda.synchronize()
-        self.wall.append((time.perf_counter() - started) / STEPS * 1e3)
-        self.cpu.append(cpu / STEPS * 1e3)
+        self.wall.append((time.perf_counter() - started) / steps * 1e3)
+        self.cpu.append(cpu / steps * 1e3)
 
     def profile(self) -> tuple[float, str]:
         """Milliseconds of a step's kernels on the GPU, added up; and what the host spent its time on."""
@@ -175,7 +175,7 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
         ways = {name: Way(name, size, device, options) for name in options.ways}
         for turn in range(options.turns):
             for name in options.ways[:: 1 if turn % 2 else -1]:
-                ways[name].take_turn()
+                ways[name].take_turn(options.steps)
         for name, way in ways.items():
             if options.profile and name not in profiles:
                 profiles[name] = way.profile()
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=2, help="each with new models")
     parser.add_argument("--turns", type=int, default=6, help="of each round")
+    parser.add_argument("--steps", type=int, default=16, help="of each turn; where the host is uneven, few")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--profile", type=Path, help="a folder, for what host and GPU spend their time on")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_not
 from typing import Any, NoReturn
 
 import torch
@@ -15,86 +15,117 @@ from ..errors import RequestError
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = 4096  # numbers of a mean gradient from which a CPU gains by weighting as it copies
 MOST_PATTERNS = 64  # of flags that a bucket keeps
+TAIL = 2  # numbers of a bucket that are no gradient's
+
+_GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """The gradients of some parameters, one after the other, a flag for each that says whether there is one, a number.
+    """The gradients of some parameters, one after the other, a flag for each that says whether there is one, a tail.
 
-    `last` is the parameter whose gradient should come last. The number is that of the batch, by which ranks see whether
-    they sum the same one.
+    `last` is the parameter whose gradient should come last. The tail says whether a rank's buffers have changed, and
+    the number of the batch, by which ranks see whether they sum the same one.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters, self.last = tuple(parameters), parameters[-1]
         self.ids = set(map(id, parameters))
         sizes = [each.numel() for each in parameters]
-        self.flat = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=self.last.dtype, device=self.last.device)
+        self.flat = torch.zeros(sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device)
         self._views = _cut(self.flat, parameters)
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
-        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and number
+        self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
+        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
         self._absent: list[int] = []  # without a gradient when it was gathered
         large = self.gradients.numel() > FUSED * len(sizes)
         self._fuses = large and self.flat.device.type == "cpu"  # multiplies as it copies: memory is read once
-        self.work: Any = None
+        self._work: Any = None
 
-    def gather(self, weight: float = 1.0) -> bool:
-        """Make gradients views of the bucket, also where zero_grad set them to None; True if they are weighted too."""
-        gradients = [each.grad for each in self._parameters]
-        missing = any(map(is_, gradients, repeat(None)))
-        self._absent = [place for place, each in enumerate(gradients) if each is None] if missing else []
-        pairs = zip(gradients, self._views, strict=True)
-        places = [place for place, (each, view) in enumerate(pairs) if each is not view and each is not None]
-        if not places:
-            return False
-        whole = len(places) == len(gradients)
-        fresh = gradients if whole else [gradients[place] for place in places]
-        views = self._views if whole else [self._views[place] for place in places]
-        if torch.is_grad_enabled() and any(each.requires_grad for each in fresh):  # in a pass with create_graph
+    def gather(self) -> None:
+        """Make gradients views of the bucket, also where zero_grad set them to None."""
+        gradients = list(map(_GRADIENT, self._parameters))
+        self._absent = [place for place, each in enumerate(gradients) if each is None]
+        pairs = enumerate(zip(gradients, self._views, strict=True))
+        places = [place for place, (each, view) in pairs if each is not view and each is not None]
+        if places:
+            self._copy([self._views[each] for each in places], [gradients[each] for each in places])
+        for place in places:
+            self._parameters[place].grad = self._views[place]
+            self._forget(place)
+
+    def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
+        """Gather and multiply gradients that are all new, with the flags, in as few calls as there can be."""
+        if self._fuses and weight not in (0.0, 1.0):
+            self._copy(self._views, gradients, weight)
+            self._flags.copy_(flags)
+        else:
+            self._copy([*self._views, self._flags], [*gradients, flags])
+            self._multiply(weight)
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
+        """Copy gradients, times the weight, into views of the bucket."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):  # in a pass with create_graph
             _refuse_graph()
-        if fresh[0].dtype is not self.flat.dtype:
+        if gradients[0].dtype is not self.flat.dtype:
             raise RequestError(
                 "The model has changed its type since it was wrapped.",
                 "Call double(), half() or bfloat16() before split.wrap.",
             )
-        for place, view in zip(places, views, strict=True):
-            self._parameters[place].grad = view
-        if self._hold is not None:
-            for place in places:
-                self._forget(place)
-        weighs = whole and self._fuses and weight not in (0.0, 1.0)
-        _copy(views, fresh, weight if weighs else 1.0)
-        return weighs
+        if any(map(_IS_SPARSE, gradients)):
+            raise RequestError(
+                "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
+                "Leave sparse=True out.",
+            )
+        if weight == 1.0:
+            torch._foreach_copy_(views, gradients)
+            return
+        factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
+        for view, gradient in zip(views, gradients, strict=True):
+            torch.mul(gradient, factor, out=view)
+
+    def _multiply(self, weight: float) -> None:
+        """Multiply the gradients; a weight of 0 keeps infinities out."""
+        if weight == 0.0:
+            self.gradients.zero_()
+        elif weight != 1.0:
+            self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
         """Apply this weight to the gradients so far, as those that come now have another one."""
-        self.gather()
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
         self.flat.zero_()
 
-    def weigh(self, weight: float, number: int) -> None:
-        """Multiply what was gathered by the weight of this rank; a weight of 0 keeps infinities out."""
-        weighted = self.gather(weight)
-        with torch.no_grad():
-            for place in self._absent:
-                self._views[place].zero_()
-                self._forget(place)
-            if weight == 0.0:
-                self.gradients.zero_()
-            elif weight != 1.0 and not weighted:
-                self.gradients.mul_(weight)
-            self._flags.copy_(self._pattern(number, weight != 0.0))
-            if self._hold is not None:
-                self.flat.add_(self._hold)
-                self._hold, self._held_views = None, []
+    def weigh(self, weight: float, number: int, changed: bool = False) -> None:
+        """Gather, and multiply by the weight of this rank."""
+        gradients = list(map(_GRADIENT, self._parameters))
+        if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
+            self._absent, self._hold = [], None
+            self._gather_new(gradients, self._pattern(number, changed, weight != 0.0), weight)
+            return
+        self.gather()
+        for place in self._absent:
+            self._views[place].zero_()
+            self._forget(place)
+        self._multiply(weight)
+        self._flags.copy_(self._pattern(number, changed, weight != 0.0))
+        if self._hold is not None:
+            self.flat.add_(self._hold)
+            self._hold, self._held_views = None, []
+
+    def send(self, group: Any) -> None:
+        """Begin the sum over the ranks of the group."""
+        self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
 
     def receive(self) -> None:
         """Wait for the sum. A parameter that only other ranks used has a gradient too; one that none used has none."""
-        self.work.wait()
-        self.work = None
+        self._work.wait()
+        self._work = None
         if self._absent:
             used = self._flags.tolist()
             for place in self._absent:
@@ -106,15 +137,15 @@ class Bucket:
         if self._hold is not None:
             self._held_views[place].zero_()
 
-    def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """A flag for each gradient that is there and `counts`, and the number."""
-        key = (number, counts, *self._absent)
+    def _pattern(self, number: int, changed: bool, counts: bool) -> torch.Tensor:
+        """A flag for each gradient that is there and `counts`, and the tail."""
+        key = (number, changed, counts, *self._absent)
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:
                 self._patterns.clear()
-            flags = torch.full((len(self._parameters) + 1,), float(counts), dtype=self.flat.dtype)
+            flags = torch.full((len(self._parameters) + TAIL,), float(counts), dtype=self.flat.dtype)
             flags[self._absent] = 0
-            flags[-1] = number
+            flags[-TAIL:] = torch.tensor([changed, number])
             self._patterns[key] = flags.to(self.flat.device)
         return self._patterns[key]
 
@@ -154,24 +185,6 @@ def _refuse_graph() -> NoReturn:
     )
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def _copy(views: list[torch.Tensor], fresh: list[torch.Tensor], weight: float) -> None:
-    if any(map(_IS_SPARSE, fresh)):
-        raise RequestError(
-            "A gradient is sparse, as of Embedding(sparse=True), and a plan weighs dense ones.",
-            "Leave sparse=True out.",
-        )
-    if weight == 1.0:
-        torch._foreach_copy_(views, fresh)
-    else:
-        factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
-        for view, gradient in zip(views, fresh, strict=True):
-            torch.mul(gradient, factor, out=view)
-
-
-_IS_SPARSE = attrgetter("is_sparse")
-
-
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
     """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the whole batch's yet."""
     hooks = [found for each in parameters for found in (each._backward_hooks, each._post_accumulate_grad_hooks)]
@@ -183,8 +196,8 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
         )
 
 
-class SeenNumber:
-    """The sum over the ranks of the numbers of their batches, beside what it should be."""
+class Tail:
+    """The sum over the ranks of a bucket's tail, beside what its number should be; the device may not have it yet."""
 
     def __init__(self, total: torch.Tensor, expected: int) -> None:
         self._total, self._expected, self._event = total.to("cpu", non_blocking=True, copy=True), expected, None
@@ -192,13 +205,50 @@ class SeenNumber:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def is_there(self) -> bool:
-        """True if the sum can be read without waiting."""
-        return self._event is None or bool(self._event.query())
+    def read(self) -> bool:
+        """True if a rank's buffers have changed; RequestError if the ranks sum gradients of different batches."""
+        if self._event is not None:
+            self._event.synchronize()
+        changed, number = self._total.tolist()
+        if number != self._expected:
+            raise RequestError(
+                "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a"
+                " loop does that goes on after a loss of NaN, or an error, on this rank alone.",
+                "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
+            )
+        return bool(changed)
 
-    def is_right(self) -> bool:
-        """True if all ranks had the same number."""
-        return float(self._total) == self._expected
+
+class Buffers:
+    """A module's buffers, and whether one has changed."""
+
+    def __init__(self, module: Any) -> None:
+        self._owners = [each._buffers for each in module.modules()]  # found once: they are many
+        self._versions: list[tuple[int, int]] = []
+        self._first: list[torch.Tensor] = []
+
+    def all(self) -> list[torch.Tensor]:
+        """Every buffer, once."""
+        every = (each for own in self._owners if own for each in own.values() if each is not None)
+        return list({id(each): each for each in every}.values())
+
+    def keep(self) -> None:
+        """Keep the values, for `differ`."""
+        self._first = [each.detach().clone() for each in self.all()]
+
+    def differ(self) -> bool:
+        """True if values aren't those that were kept; they are kept no longer.
+
+        It sees changes that PyTorch's count of versions doesn't: those of BatchNorm, and by `buffer.data`.
+        """
+        before, self._first = self._first, []
+        now = self.all()
+        return len(now) != len(before) or not all(map(torch.equal, now, before))
+
+    def have_changed(self) -> bool:
+        """True if one was changed since this was asked last, or another is in its place."""
+        before, self._versions = self._versions, [(id(each), each._version) for each in self.all()]
+        return self._versions != before
 
 
 class Held:

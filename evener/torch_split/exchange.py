@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import Bucket, Held, SeenNumber, make_buckets, warn_of_hooks
+from .buckets import TAIL, Bucket, Buffers, Held, Tail, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
@@ -57,12 +57,12 @@ class Exchange:
         self.done: Callable[[], None] = _nothing
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
-        self._seen: list[SeenNumber] = []  # sums of the ranks' numbers that weren't looked at yet
+        self._tails: list[Tail] = []  # that weren't read yet
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
         buffers = [each for name, each in module.named_buffers() if name not in ignored]
-        self._module, self._spreads = weakref.ref(module), broadcast_buffers and bool(buffers)
+        self._buffers, self._spreads = Buffers(module), broadcast_buffers and bool(buffers)
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
@@ -82,8 +82,10 @@ class Exchange:
         ids = set(map(id, named.values()))
         for each in _exchanges:  # a sharded model refuses
             each.has_any(ids)
+        self._always = False  # buffers change in every step
         if not alone:
             self._agree([*named.values(), *buffers])
+            self._buffers.keep()
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
         hooks = [each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters]
         own_hooks.update(each.id for each in hooks)
@@ -238,13 +240,14 @@ class Exchange:
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
         self._sent += 1
-        bucket.weigh(self.weight, self.number)
+        changed = self._sent == 1 and self._spreads and self._buffers.have_changed()
+        bucket.weigh(self.weight, self.number, changed)
         if self._sent == len(self._buckets):
             self.ready()
         note_own()
         if self.noise is not None:
             self.noise.add_own(bucket)
-        bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+        bucket.send(dist.group.WORLD if self.group is None else self.group)
         if self.noise is not None and self._sent == len(self._buckets):
             self.noise.send(self.group)
 
@@ -271,36 +274,34 @@ class Exchange:
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums += 1
         self.held.settle()
-        self._compare_numbers()
-        if self._order is not None or self._spreads:
+        changed = self._read_tails()
+        if self._order is not None or (self._spreads and (changed or self._always)):
             with own_collectives():
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
                     self._spread([each.detach() for each in self.buffers()])
+                    self._buffers.have_changed()  # by this
         self.done()
 
-    def _compare_numbers(self) -> None:
-        """RequestError if the ranks sum gradients of different batches; seen a step late where a device is behind."""
-        flat = self._buckets[0].flat
-        self._seen.append(SeenNumber(flat[-1:], self.number * dist.get_world_size(self.group)))
-        while self._seen and self._seen[0].is_there():
-            if not self._seen.pop(0).is_right():
-                raise RequestError(
-                    "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a"
-                    " loop does that goes on after a loss of NaN, or an error, on this rank alone.",
-                    "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
-                )
+    def _read_tails(self) -> bool:
+        """True if a rank's buffers have changed; a step late where a device is behind, so that nobody waits for it."""
+        flat, changed = self._buckets[0].flat, False
+        self._tails.append(Tail(flat[-TAIL:], self.number * dist.get_world_size(self.group)))
+        while len(self._tails) > flat.is_cuda:
+            changed |= self._tails.pop(0).read()
+        return changed
 
     def _learn_order(self, seen: list[int]) -> None:
         """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())]))
         order = torch.tensor(places, device=self._buckets[0].flat.device)
-        repeats = torch.tensor([self._repeats], device=order.device, dtype=torch.int64)
+        seen_here = torch.tensor([self._repeats, self._buffers.differ()], device=order.device, dtype=torch.int64)
         dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-        dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
-        self._order, self._early = None, not int(repeats)
+        dist.all_reduce(seen_here, dist.ReduceOp.MAX, group=self.group)
+        repeats, self._always = map(bool, seen_here.tolist())
+        self._order, self._early = None, not repeats
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
         self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
@@ -337,8 +338,7 @@ class Exchange:
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that a pass may change."""
-        module = self._module()
-        return [] if module is None else list(module.buffers())
+        return self._buffers.all()
 
     def fail(self) -> None:
         """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""

@@ -72,8 +72,8 @@ class PlannedTraining:
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
-        self._followed: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
-        self._ahead = 0  # the most batches that a loader draws before their turn
+        self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
+        self.ahead = 0  # the most batches that a loader draws before their turn
         self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit(advice)
@@ -107,22 +107,25 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Change this sampler's shares if they follow own work; it draws at most `ahead` batches before their turn."""
-        self._followed.add(sampler)
-        self._ahead = max(self._ahead, ahead)
-        if self.rebalancing is not None:
-            self.rebalancing.add(sampler, ahead)
+        """Change this sampler's shares with all others'; it draws at most `ahead` batches before their turn."""
+        sampler.changes |= self.rebalancing is not None
+        self._samplers.add(sampler)
+        self.ahead = max(self.ahead, ahead)
+
+    def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
+        """Take these shares, in all loops once the batches `ahead` of their turn are trained."""
+        self.shares = msgspec.structs.replace(self.shares, batches=shares, micros=micros)
+        for each in self._samplers:
+            each.change_shares(shares, ahead)
 
     def stay_even(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Give each rank as many rows again, in all loops, once what was drawn ahead is trained, and leave it so."""
-        each, ahead = self.shares.global_batch // self.world, max(ahead, self._ahead)
-        even = (each,) * self.world
-        self.shares = msgspec.structs.replace(self.shares, batches=even, micros=even)
+        """Give each rank as many rows again, in all loops once what was drawn ahead is trained, and leave it so."""
         if self.rebalancing is not None:
-            self.rebalancing.stop(even, ahead)
+            self.rebalancing.stop()
             self.rebalancing = None
-        for one in {sampler, *self._followed}:
-            one.change_shares(even, ahead)
+        self.follow(sampler, ahead)
+        even = (self.shares.global_batch // self.world,) * self.world
+        self.change_shares(even, even, self.ahead)
 
     # ------------------------------------------------------------------ models
 
@@ -268,8 +271,6 @@ class Rebalancing:
         self._planned = training.shares
         self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
         self._group = dist.new_group(backend="gloo")
-        self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
-        self._ahead = 0  # the most batches that a loader draws before their turn
         self._step = 0  # batches that were trained on
         self._window = 0  # of them, whole ones with the shares in force since the last window
         self._window_steps = FEWEST_STEPS  # until the next window ends
@@ -279,21 +280,14 @@ class Rebalancing:
         self._settling = 0  # windows until memory is as it stays
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
 
-    def add(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Add the sampler of a loader, which draws batches at most `ahead` batches before their turn."""
-        sampler.changes = True
-        self._samplers.add(sampler)
-        self._ahead = max(self._ahead, ahead)
-
     def fix_passes(self, passes: Sequence[int]) -> None:
         """Fix the number of passes of each rank, whatever the shares."""
         self._passes = tuple(passes)
 
-    def stop(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change the shares of all samplers for the last time, once no exchange is under way."""
+    def stop(self) -> None:
+        """Change no shares any more, once no exchange is under way."""
         if self._exchange is not None:
             self._exchange[0].wait()
-        self._change(shares, shares, ahead)
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
@@ -341,7 +335,7 @@ class Rebalancing:
 
     def _begin_exchange(self, step_s: float) -> tuple[Any, torch.Tensor]:
         """Begin to exchange this rank's windows, seconds of a step and batches drawn ahead; zeros for the others."""
-        own = [*(figure for window in self._windows.values() for figure in window), step_s, self._ahead]
+        own = [*(figure for window in self._windows.values() for figure in window), step_s, self._training.ahead]
         before = self._planned.rank * len(own)
         behind = (self._planned.world - 1) * len(own) - before
         figures = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
@@ -388,8 +382,6 @@ class Rebalancing:
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         if self._passes:
             micros = tuple(-(-share // passes) for share, passes in zip(shares, self._passes, strict=True))
-        self._training.shares = msgspec.structs.replace(self._training.shares, batches=shares, micros=micros)
-        for sampler in self._samplers:
-            sampler.change_shares(shares, ahead)
+        self._training.change_shares(shares, micros, ahead)
         self._window = 0
         self._windows.clear()

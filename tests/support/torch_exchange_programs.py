@@ -76,6 +76,33 @@ def a_shared_layer_in_checkpoints(shares: tuple[int, ...], rows: TensorDataset) 
     return fit(shares, rows, Block("new"), plain, bucket_cap_mb=0.0001)
 
 
+class Drifting(nn.Module):
+    """Some steps change a buffer, another on each rank: the first rank's counts from the next step on."""
+
+    def __init__(self, steps: range, unseen: bool) -> None:
+        super().__init__()
+        self.net, self.steps, self.unseen, self.step = network(), steps, unseen, 0
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.net(inputs) * self.factor.clone()
+        self.step += 1
+        if self.step in self.steps:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            (self.factor.data if self.unseen else self.factor).add_(0.1 + rank)
+        return scores
+
+
+@exact
+def a_buffer_that_some_steps_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 9, 2), False), plain)
+
+
+@exact
+def a_buffer_that_pytorch_does_not_see_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(1, 99), True), plain)
+
+
 class Experts(nn.Module):
     """Each kind of row has a layer; one layer is never used, and ranks use different ones."""
 
