@@ -17,7 +17,7 @@ FUSED = 4096  # numbers of a mean gradient from which a CPU gains by weighting a
 MOST_PATTERNS = 64  # of flags that a bucket keeps
 TAIL = 2  # numbers of a bucket that are no gradient's
 
-_GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 class Bucket:
@@ -29,10 +29,10 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters, self.last = tuple(parameters), parameters[-1]
-        self.ids = set(map(id, parameters))
+        self._ids = set(map(id, parameters))
         sizes = [each.numel() for each in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device)
-        self._views = _cut(self.flat, parameters)
+        self._views = _cut(self.flat.data, parameters)  # which count their changes apart from the bucket's
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
@@ -42,10 +42,25 @@ class Bucket:
         large = self.gradients.numel() > FUSED * len(sizes)
         self._fuses = large and self.flat.device.type == "cpu"  # multiplies as it copies: memory is read once
         self._work: Any = None
+        self._version = 0  # of the gradients as they were sent
+
+    def has_come(self, came: set[int] | None) -> bool:
+        """True if all gradients are among those that `came`, by id; without it, if each parameter has one."""
+        if came is None:
+            return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
+        return self._ids <= came
+
+    def check_sent(self) -> None:
+        """RequestError if a gradient was changed since it was sent."""
+        if self._views[0]._version != self._version:
+            raise RequestError(
+                "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its way.",
+                "Use torch.utils.checkpoint with use_reentrant=False.",
+            )
 
     def gather(self) -> None:
         """Make gradients views of the bucket, also where zero_grad set them to None."""
-        gradients = list(map(_GRADIENT, self._parameters))
+        gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, each in enumerate(gradients) if each is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
         places = [place for place, (each, view) in pairs if each is not view and each is not None]
@@ -103,7 +118,7 @@ class Bucket:
 
     def weigh(self, weight: float, number: int, changed: bool = False) -> None:
         """Gather, and multiply by the weight of this rank."""
-        gradients = list(map(_GRADIENT, self._parameters))
+        gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
             self._gather_new(gradients, self._pattern(number, changed, weight != 0.0), weight)
@@ -120,6 +135,7 @@ class Bucket:
 
     def send(self, group: Any) -> None:
         """Begin the sum over the ranks of the group."""
+        self._version = self._views[0]._version
         self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
 
     def receive(self) -> None:
@@ -278,7 +294,7 @@ class Held:
             for each in self._parameters:
                 each.grad = None
 
-    def merge(self, came: set[int]) -> None:
+    def merge(self) -> None:
         """Add the pass's gradients to those that were kept, except for final ones."""
         if self._kept is None:
             return

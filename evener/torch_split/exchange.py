@@ -12,6 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import TAIL, Bucket, Buffers, Held, Tail, make_buckets, warn_of_hooks
+from .buckets import GRADIENT, TAIL, Bucket, Buffers, Held, Tail, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
@@ -62,7 +64,7 @@ class Exchange:
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
         buffers = [each for name, each in module.named_buffers() if name not in ignored]
-        self._buffers, self._spreads = Buffers(module), broadcast_buffers and bool(buffers)
+        self.buffers, self._spreads = Buffers(module), broadcast_buffers and bool(buffers)
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
@@ -73,9 +75,11 @@ class Exchange:
         self._broken = False  # a backward pass has failed when part of its gradients were sent
         self.waits = False  # a forward pass was watched since the last sum
         self._sent = 0  # buckets that are on their way
-        self.sums, self.unsummed = 0, False  # unsummed: parameters have gradients of this rank's rows alone
+        self.sums, self.ran = 0, False  # ran: there were some
+        self.unsummed = False  # parameters have gradients of this rank's rows alone
         self._unsent = False  # gradients may be there that weren't summed
-        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # parameters, as their gradients come
+        self._hooks: list[Any] = []  # by which parameters say that their gradients have come
+        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
         self._came: set[int] = set()  # those of this backward pass that were looked at, by id
         self._repeats = False  # a parameter's gradient came in parts
         self.held = Held(self.parameters)
@@ -85,18 +89,12 @@ class Exchange:
         self._always = False  # buffers change in every step
         if not alone:
             self._agree([*named.values(), *buffers])
-            self._buffers.keep()
+            self.buffers.keep()
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
-        hooks = [each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters]
-        own_hooks.update(each.id for each in hooks)
-        weakref.finalize(self, _remove, hooks)
-        weakref.finalize(self, _remove, self._begins)
+        self._listen()
+        for hooks in (self._hooks, self._begins):
+            weakref.finalize(self, _remove, hooks)
         _exchanges.add(self)
-
-    @property
-    def ran(self) -> bool:
-        """True if gradients were summed."""
-        return self.sums > 0
 
     def has_any(self, parameters: set[int]) -> bool:
         """True if it sums gradients of these parameters, given by id."""
@@ -169,8 +167,12 @@ class Exchange:
 
     def _forget_begin(self) -> None:
         _remove(self._begins)
-        self._begins.clear()
         self._hidden_task = -1
+
+    def _listen(self) -> None:
+        """Have parameters say that their gradients have come; where there were none before, one sees that anyway."""
+        self._hooks += (each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters)
+        own_hooks.update(each.id for each in self._hooks)
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -188,41 +190,36 @@ class Exchange:
                 )
             _open.pop(self, None)
             _open[self] = task
-            self._armed, self._sync, self._unsent = True, False, True
-            self._forget_arrived()
+            self._armed, self._sync, self._unsent, self._came = True, False, True, set()
+            self._arrived.clear()
+            if not self._hooks and self.has_gradients():
+                self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
         self._sync |= sync
 
-    def _forget_arrived(self) -> None:
-        self._arrived.clear()
-        self._came.clear()
-
     def _note_arrived(self) -> None:
-        """Note the parameters whose gradients have come, and those that got another part of theirs.
+        """Note the parameters whose gradients have come, and whether some got another part of theirs.
 
         A layer does that is shared by reentrant checkpoints.
         """
+        if not self._hooks:
+            self._came = {id(each) for each in self.parameters if each.grad is not None}
+            return
         came = list(map(id, self._arrived))
         self._arrived.clear()
         if self._order is not None:
             self._order += came
         count = len(self._came) + len(came)
         self._came.update(came)
-        if len(self._came) < count:
-            self._repeats = True
-            if self._early and self._sync:
-                raise RequestError(
-                    "A parameter got a second gradient in one backward pass, unlike in the first: its sum is on its"
-                    " way.",
-                    "Use torch.utils.checkpoint with use_reentrant=False.",
-                )
+        self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
         """Send what is complete, as the gradient is there that came last in this bucket in the first pass."""
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
-            self._note_arrived()
+            if self._hooks:
+                self._note_arrived()
             self._send_complete()
         else:
             bucket.gather()
@@ -234,13 +231,14 @@ class Exchange:
                 break
             if other._sync and other._sent < len(other._buckets):
                 return
-        while self._sent < len(self._buckets) and self._buckets[self._sent].ids <= self._came:
+        came = self._came if self._hooks else None
+        while self._sent < len(self._buckets) and self._buckets[self._sent].has_come(came):
             self._send()
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
         self._sent += 1
-        changed = self._sent == 1 and self._spreads and self._buffers.have_changed()
+        changed = self._sent == 1 and self._spreads and self.buffers.have_changed()
         bucket.weigh(self.weight, self.number, changed)
         if self._sent == len(self._buckets):
             self.ready()
@@ -254,7 +252,9 @@ class Exchange:
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""
         self._note_arrived()
-        self.held.merge(self._came)
+        self.held.merge()
+        for each in self._buckets[: self._sent]:
+            each.check_sent()
         if self._sync and self._came:
             while self._sent < len(self._buckets):
                 self._send()
@@ -272,7 +272,7 @@ class Exchange:
         if self.noise is not None:
             self.noise.receive(self._buckets)
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
-        self.sums += 1
+        self.sums, self.ran = self.sums + 1, True
         self.held.settle()
         changed = self._read_tails()
         if self._order is not None or (self._spreads and (changed or self._always)):
@@ -280,8 +280,8 @@ class Exchange:
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
-                    self._spread([each.detach() for each in self.buffers()])
-                    self._buffers.have_changed()  # by this
+                    self._spread([each.detach() for each in self.buffers.all()])
+                    self.buffers.have_changed()  # by this
         self.done()
 
     def _read_tails(self) -> bool:
@@ -297,7 +297,7 @@ class Exchange:
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())]))
         order = torch.tensor(places, device=self._buckets[0].flat.device)
-        seen_here = torch.tensor([self._repeats, self._buffers.differ()], device=order.device, dtype=torch.int64)
+        seen_here = torch.tensor([self._repeats, self.buffers.differ()], device=order.device, dtype=torch.int64)
         dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
         dist.all_reduce(seen_here, dist.ReduceOp.MAX, group=self.group)
         repeats, self._always = map(bool, seen_here.tolist())
@@ -305,6 +305,7 @@ class Exchange:
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
         self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
+        _remove(self._hooks)
         look = partial(_look_for, weakref.ref(self))  # a parameter must not keep what a dropped wrapper had
         hooks = [each.last.register_post_accumulate_grad_hook(partial(look, each)) for each in self._buckets]
         own_hooks.update(each.id for each in hooks)
@@ -316,8 +317,8 @@ class Exchange:
 
     def open(self, dependent: bool, rows: int) -> None:
         """Prepare for the backward pass of these rows, 0 if it is another one of the same; `dependent` as in Held."""
-        self._forget_arrived()
-        self._armed = self._alone
+        self._arrived.clear()
+        self._armed, self._came = self._alone, set()
         self.held.open(dependent)
         if self._alone and self.noise is not None and rows:
             self.noise.expect(rows)
@@ -327,18 +328,14 @@ class Exchange:
         if self._alone:
             self._armed = False
             self._note_arrived()
-            self.held.merge(self._came)
+            self.held.merge()
             self.held.close()
             if self.noise is not None:
                 self.noise.take_sum()
 
     def has_gradients(self) -> bool:
         """True if a parameter has one."""
-        return any(each.grad is not None for each in self.parameters)
-
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers that a pass may change."""
-        return self._buffers.all()
+        return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
         """End a pass with an error: gradients that were sent stay, and those that can't stay are undone."""
@@ -397,3 +394,4 @@ def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
         own_hooks.discard(handle.id)
+    handles.clear()

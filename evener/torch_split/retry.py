@@ -308,7 +308,7 @@ class PassState:
         normalizers = [each for exchange in exchanges for each in exchange.normalizers]
         self._mixes_rows = any(each.training for each in normalizers)
         self._statistics = {id(buffer) for each in normalizers for buffer in each.buffers()}
-        buffers = [each for exchange in exchanges for each in exchange.buffers()]
+        buffers = [each for exchange in exchanges for each in exchange.buffers.all()]
         self._buffers = [
             (each, each._version, None if id(each) in constant else each.detach().clone()) for each in buffers
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from evener.plan.file import Share
 from evener.torch_split.own_work import TimedStep
-from evener.torch_split.planned import Rebalancing
+from evener.torch_split.planned import PlannedTraining, Rebalancing
 from evener.torch_split.ranks import RankShares
 
 OwnWork = Callable[[int, int, int], float]  # seconds of a rank with as many rows in a step
@@ -64,12 +65,15 @@ def train(
         found = RankShares(rank, tuple(batches), tuple(batches), (1,) * len(batches), shares, "a", "b")
         training: Any = SimpleNamespace(
             shares=found,
+            ahead=0,
+            _samplers=(),
             timer=Timer(),
             reporter=SimpleNamespace(retreats=0, changes=[]),
             listeners=[],
             weights=SimpleNamespace(computes_at_once=False),
             passes=SimpleNamespace(limit=SimpleNamespace(most=None)),
         )
+        training.change_shares = partial(PlannedTraining.change_shares, training)
         training.rebalancing = Rebalancing(training)
         ranks.append(training)
     seen = []

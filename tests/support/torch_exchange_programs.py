@@ -76,6 +76,19 @@ def a_shared_layer_in_checkpoints(shares: tuple[int, ...], rows: TensorDataset) 
     return fit(shares, rows, Block("new"), plain, bucket_cap_mb=0.0001)
 
 
+@refused("second gradient in one backward pass")
+def a_shared_layer_in_reentrant_checkpoints_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """Buckets go early by then: it comes when part of its gradient is on its way."""
+    block, seen = Block(""), []
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        seen.append(inputs)
+        block.way = "reentrant" if len(seen) > 2 else ""
+        plain(model, optimizer, inputs, labels)
+
+    return fit(shares, rows, block, step, bucket_cap_mb=0.0001)
+
+
 class Drifting(nn.Module):
     """Some steps change a buffer, another on each rank: the first rank's counts from the next step on."""
 
