@@ -29,7 +29,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters, self.last = tuple(parameters), parameters[-1]
-        self._ids = set(map(id, parameters))
+        self.ids = set(map(id, parameters))
         sizes = [each.numel() for each in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device)
         self._views = _cut(self.flat.data, parameters)  # which count their changes apart from the bucket's
@@ -48,7 +48,7 @@ class Bucket:
         """True if all gradients are among those that `came`, by id; without it, if each parameter has one."""
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
-        return self._ids <= came
+        return self.ids <= came
 
     def check_sent(self) -> None:
         """RequestError if a gradient was changed since it was sent."""
