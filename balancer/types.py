@@ -301,6 +301,7 @@ class Problem(msgspec.Struct, frozen=True):
     products: tuple[
         int, ...
     ] = ()  # a number for each device's product: a batch takes equal memory on equal ones; empty: unknown
+    limits: tuple[int, ...] = ()  # a number for the part of each device that the training has; empty: equal parts
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown
     objective: str = "throughput"  # the name of what to have most of

@@ -102,7 +102,7 @@ class MachineModel:
     @cached_property
     def groups(self) -> list[list[int]]:
         """Indistinguishable devices."""
-        return group_devices(self.devices)
+        return group_devices(self.devices, self.problem.limits)
 
     @cached_property
     def bounds(self) -> Bounds:

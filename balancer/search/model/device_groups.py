@@ -13,11 +13,15 @@ BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (e
 FEWEST_COMMON = 2  # batches in common
 
 
-def group_devices(devices: Sequence[DeviceEvidence]) -> list[list[int]]:
-    """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own."""
+def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
+    """Positions grouped so that each is as fast as the first of its group; lost devices are groups of their own.
+
+    Devices of which the training has different parts are never one group, however noisy their points are.
+    """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
-    return group_by(order, lambda one, other: same_speed(devices[one], devices[other]))
+    part = limits or (0,) * len(devices)
+    return group_by(order, lambda one, other: part[one] == part[other] and same_speed(devices[one], devices[other]))
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:

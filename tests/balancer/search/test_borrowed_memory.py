@@ -102,6 +102,8 @@ def test_a_borrowed_line_bounds_the_next_batch_and_never_ends_the_search(
 def test_devices_of_one_name_are_of_one_product() -> None:
     """As the journal of a run names them."""
     header = recorded_machines.records()["h200x2-torch_mnist"].header
-    assert header.job.problem.products == (0, 0)
+    assert (header.job.problem.products, header.job.problem.limits) == ((0, 0), (0, 0))
+    part = recorded_machines.records()["h200x2-torch_llama-60percent-192"].header
+    assert (part.job.problem.products, part.job.problem.limits) == ((0, 0), (0, 1))
     other = msgspec.structs.replace(header.devices[1], name="NVIDIA L4")
     assert msgspec.structs.replace(header, devices=(header.devices[0], other)).job.problem.products == (0, 1)

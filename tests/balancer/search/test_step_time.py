@@ -206,6 +206,14 @@ def test_devices_that_noise_tells_apart_share_no_curve(devices: list[DeviceEvide
     assert sorted(group_devices(devices)) == groups
 
 
+def test_parts_of_equal_devices_share_no_curve() -> None:
+    """One H200 whole and one at 60 %, by points that a busy host had made so rough that noise could explain a third."""
+    points = [[Point(8, 0.059, 0.036), Point(64, 0.133, 0.06)], [Point(8, 0.063, 0.044), Point(64, 0.175, 0.071)]]
+    devices = [device(each) for each in points]
+    assert sorted(group_devices(devices)) == [[0, 1]]
+    assert sorted(group_devices(devices, (0, 1))) == [[0], [1]]
+
+
 def test_of_several_ratios_the_surest_decides() -> None:
     """Two rough batches 5 % apart say nothing against a third that is sure; nor does it hide what a sure one says."""
     rough = [Point(b, 0.01 + 1e-4 * b, 0.05) for b in (8, 64)]
