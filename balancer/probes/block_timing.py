@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
+from statistics import median
 
 import msgspec
 
-from ..search.statistics import NORMAL_95, interval_of, median, relative_half_width
+from ..search.statistics import NORMAL_95, interval_of, relative_half_width
 from ..types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends

@@ -12,13 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from statistics import median
 
 from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import smallest_gain
-from .statistics import median
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 4.0, "rest": 4.0, "split": 6.0, "part": 4.0, "shard": 6.0,

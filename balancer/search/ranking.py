@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, harmonic_mean, stdev
+from statistics import NormalDist, fmean, harmonic_mean, stdev
 
 import msgspec
 
@@ -18,7 +18,7 @@ from ..objectives import Objective, find_objective
 from ..types import Interval, Layout, Power, Problem, Timed
 from .layouts import Candidate
 from .observations import Turns
-from .statistics import normal_cdf, normal_density, relative_error, student
+from .statistics import relative_error, student
 
 TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
@@ -54,7 +54,7 @@ class Difference(msgspec.Struct, frozen=True):
         if error <= 0:
             return max(0.0, self.value)
         z = self.value / error
-        return error * normal_density(z) + self.value * normal_cdf(z)
+        return error * NormalDist().pdf(z) + self.value * NormalDist().cdf(z)
 
 
 class Standing(msgspec.Struct, frozen=True):

@@ -26,8 +26,6 @@ from .sharding import Sharding
 from .text_model import TextModel
 from .texts import TextDevices
 
-BY_EXPLORATION = ("predictions", "devices", "sharding", "_first_budget")  # what it alone decides
-
 
 class SearchReading:
     """One reading of the observations of a search, and of what it takes over from the one before."""
@@ -38,7 +36,8 @@ class SearchReading:
         self.problem, self.options, self.seen = problem, options, seen
         self._version = seen.explored_version
         if before is not None and (before.problem, before._version) == (problem, self._version):
-            self.__dict__.update({name: one for name, one in before.__dict__.items() if name in BY_EXPLORATION})
+            kept = ("predictions", "devices", "sharding", "_first_budget")  # what exploration alone decides
+            self.__dict__.update({name: one for name, one in before.__dict__.items() if name in kept})
 
     @cached_property
     def predictions(self) -> Predictions:

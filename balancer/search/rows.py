@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import combinations
 
 from evener.plan.layout import Knots
@@ -76,18 +75,15 @@ class RowDevices(DeviceModel):
 
     def singles(self) -> list[Layout]:
         """The best single device at the fixed batch, in passes and at once where both fit, else at its best one."""
-        best = self.best_single
+        ranked = self._singles_by_rate()
+        best = next((layout for layout in ranked if self._seen.broken(layout) is None), ranked[0] if ranked else None)
         if best is None:
             return []
         at_once = layout_of(best.shares)
         return [best] if best == at_once or not self._model.bounds.surely_hold(at_once) else [best, at_once]
 
-    @cached_property
-    def best_single(self) -> Layout | None:
-        """The layout of the best single device that did not fail in the race; None if none can train alone."""
-        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
-        whole = [layout for layout in ranked if self._seen.broken(layout) is None]
-        return next(iter(whole or ranked), None)
+    def _singles_by_rate(self) -> list[Layout]:
+        return self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
 
     def _ranked_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that still fits, the fastest first."""
@@ -112,8 +108,7 @@ class RowDevices(DeviceModel):
 
     def efficient(self) -> list[Layout]:
         """Every device alone, and splits over the devices that should take the least energy, where energy decides."""
-        ranked = self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
-        alone = {layout.active[0]: layout for layout in reversed(ranked)}
+        alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         splits = _most_efficient(self.predictions, find_objective(self._problem.objective))
         layouts = [*alone.values(), *map(self.predictions.layout, splits)]
         return [layout for layout in layouts if self._model.bounds.hold(layout)]

@@ -1,4 +1,4 @@
-"""Order statistics, 95 % intervals of step times, and least squares of lines and rates.
+"""95 % intervals of step times, and least squares of lines and rates.
 
 Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
 """
@@ -6,7 +6,6 @@ Student's t is tabulated, since SciPy is not a dependency; beyond the table a Co
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -36,13 +35,6 @@ def student(freedom: int) -> float:
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
 
 
-def median(values: Sequence[float]) -> float:
-    """The middle value; ValueError for none."""
-    if not values:
-        raise ValueError("the median of nothing")
-    return float(statistics.median(values))
-
-
 def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
     """Seconds per step from timed blocks of (steps, seconds), by Student's t on block means.
 
@@ -69,16 +61,6 @@ def relative_error(seen: Timed) -> float:
     """Relative standard error of a step time, from its 95 % interval."""
     half = (seen.high_seconds - seen.low_seconds) / 2
     return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
-
-
-def normal_density(x: float) -> float:
-    """The standard normal density."""
-    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-
-def normal_cdf(x: float) -> float:
-    """The standard normal distribution function."""
-    return 0.5 * math.erfc(-x / math.sqrt(2))
 
 
 def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:

@@ -20,14 +20,6 @@ def test_student_meets_the_normal_and_the_table() -> None:
         stats.student(0)
 
 
-def test_the_median() -> None:
-    """One wild value does not move it."""
-    assert stats.median([3, 1, 2]) == 2
-    assert stats.median([1, 1, 2, 2, 4, 6, 900]) == 2
-    with pytest.raises(ValueError, match="nothing"):
-        stats.median([])
-
-
 def test_one_timed_step_is_certain_to_a_half() -> None:
     interval = stats.interval_of([(1, 0.2)])
     assert (interval.low, interval.value, interval.high) == pytest.approx((0.1, 0.2, 0.3))
