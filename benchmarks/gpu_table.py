@@ -13,6 +13,7 @@ from pathlib import Path
 from evener.balancer import journal
 from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.words import say_all
+from evener.balancer.search.model.evidence import read_device
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
@@ -101,7 +102,7 @@ def _memory_rows(path: Path) -> Iterator[list[str]]:
     for entry in record.seen:
         if isinstance(entry.seen, Timed):
             for position in entry.seen.probe.layout.active:
-                row = _predicted(seen.device(position).memory, entry.seen, position)
+                row = _predicted(read_device(seen, position).memory, entry.seen, position)
                 if row:
                     yield [path.stem, entry.seen.probe.stage, str(position), *row]
         seen.add(entry.seen)

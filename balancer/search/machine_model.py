@@ -23,7 +23,7 @@ from ..types import Layout, Problem, Timed, layout_of
 from .bounds import Bounds
 from .budget import Budget
 from .model.device_groups import group_devices
-from .model.evidence import lend_memory_lines
+from .model.evidence import lend_memory_lines, read_device
 from .model.hope import bend_is_open
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .observations import Observations
@@ -92,7 +92,7 @@ class MachineModel:
         self.problem, self.seen, self._budget = problem, seen, budget
         self.quantum = problem.multiple_of
         self.hosts = problem.hosts or (0,) * problem.devices
-        self.devices = lend_memory_lines([seen.device(i) for i in range(problem.devices)], problem.products)
+        self.devices = lend_memory_lines([read_device(seen, i) for i in range(problem.devices)], problem.products)
 
     @cached_property
     def live(self) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 from .layouts import is_no_larger
-from .model.evidence import DeviceEvidence, read_device
 from .model.memory import MemoryOfOthers, held_by_others
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
@@ -244,10 +243,6 @@ class Observations:
         return math.fsum([*costs, *longest.values()])
 
     # ------------------------------------------------------------------ by device
-
-    def device(self, position: int) -> DeviceEvidence:
-        """The evidence that exploration found on one device."""
-        return read_device(self, position)
 
     def explored(self, position: int) -> list[Observation]:
         """The observations of a device in exploration, in the order of their probes."""

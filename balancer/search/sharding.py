@@ -19,7 +19,7 @@ from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, lay
 from .budget import Budget
 from .layouts import BALANCE
 from .machine_model import MachineModel
-from .model.evidence import DeviceEvidence
+from .model.evidence import DeviceEvidence, read_device
 from .observations import Observations
 from .predictions import Predictions
 from .rows import RowDevices
@@ -99,7 +99,7 @@ class Sharding:
             own = sorted((one for one in alone if one.probe.layout.shares[position]), key=lambda one: one.probe.turn)
             for one in own[:POINTS]:
                 first.add(self._as_rows(one))
-        return [self._need(first.device(position)) for position in range(self._problem.devices)]
+        return [self._need(read_device(first, position)) for position in range(self._problem.devices)]
 
     def _need(self, device: DeviceEvidence) -> Need | None:
         state, memory = self._problem.state, device.memory

@@ -5,46 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Protocol
 
 import msgspec
 
-from ...types import Failed, Observation, OutOfMemory, Stage, Timed
+from ...types import Failed, Observation, OutOfMemory, Timed
+from ..observations import Observations
 from ..statistics import relative_error
 from .memory import Memory
 from .step_time import Point, fit_curve
-
-
-class Store(Protocol):
-    """The source of observations from which a device's evidence is read."""
-
-    def explored(self, position: int) -> Sequence[Observation]:
-        """The observations of a device in exploration, in the order of their probes."""
-
-    def final(self, seen: Failed) -> bool:
-        """True if another try is pointless."""
-
-    def holds(self, position: int, seen: Timed) -> bool:
-        """True if the device still has the memory that a layout took there."""
-
-    def memory_limit(self, position: int) -> int | None:
-        """A device's bytes less those that others were seen to hold; None: unknown."""
-
-    def largest_alone(self, position: int) -> float:
-        """The most rows of a pass that the device ran alone; less than 1 before any."""
-
-    def why_gone(self, position: int) -> str:
-        """The message that came when the device was lost; empty for one that is there."""
-
-    def recovered(self, position: int) -> bool:
-        """True if the device was raced and not held back in its last turn."""
-
-    def raced(self, position: int, *stages: Stage) -> Sequence[Timed]:
-        """The turns of layouts in which the device took part, in these stages, or in the race and the checks."""
-
-    def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """True if others hold as much of the device's memory as when a layout ran out of it."""
-
 
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
@@ -67,7 +35,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
 
 
-def read_device(store: Store, position: int) -> DeviceEvidence:
+def read_device(store: Observations, position: int) -> DeviceEvidence:
     """A device's evidence, read from the observations of exploration."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
@@ -92,13 +60,13 @@ def read_device(store: Store, position: int) -> DeviceEvidence:
     )
 
 
-def _blames_passes(store: Store, position: int, seen: Observation) -> bool:
+def _blames_passes(store: Observations, position: int, seen: Observation) -> bool:
     """True if a probe failed for good with this device's share in passes, which the workload may not support."""
     failed = isinstance(seen, Failed) and seen.cause != "device" and store.final(seen)
     return failed and seen.probe.layout.passes(position) > 1
 
 
-def _memory(store: Store, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
+def _memory(store: Observations, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
@@ -128,7 +96,7 @@ def _memory(store: Store, position: int, solo: list[Observation], splits: list[O
     )
 
 
-def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
+def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
     """True if this device ran out of memory: it is named, or had the largest share for what it ran alone."""
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -140,14 +108,14 @@ def _out_of_memory(store: Store, position: int, seen: Observation) -> bool:
     return position == max(seen.probe.layout.active, key=lambda i: (shares[i] / store.largest_alone(i), -i))
 
 
-def _too_large(store: Store, position: int, seen: Failed) -> bool:
+def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     """True if the device failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
     layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
     return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
 
 
-def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
+def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """The reason why the device is left out, or empty.
 
     The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
@@ -166,7 +134,9 @@ def _lost(store: Store, position: int, explored: Sequence[Observation]) -> str:
     return ""
 
 
-def _slower_since(store: Store, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]) -> float:
+def _slower_since(
+    store: Observations, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]
+) -> float:
     """The factor by which a device's steps now take longer, if it was held back in its last check; otherwise 1."""
     checks = store.raced(position, "check")
     if not checks or not checks[-1].held_back(position):

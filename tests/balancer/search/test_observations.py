@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.search.model.evidence import read_device
 from evener.balancer.search.observations import TRIES, Observations
 from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Cause, Failed, Layout, OutOfMemory, Probe, Problem, Stage, Timed, solo
@@ -226,10 +227,11 @@ def test_the_most_that_others_held_counts() -> None:
 
 def test_a_device_is_read_from_exploration_alone() -> None:
     """By where it ran: with the others at work, with them at rest, as a part of splits."""
-    found = store(
+    seen = store(
         timed(alone(8)), timed(alone(64, 0, 1)), timed(alone(99, 0, 0, "rest"), 0.3),
         timed(probe(SPLIT, "split"), device_seconds=(0.07, None)), timed(probe(Layout("split", (1, 1)), "race")),
-    ).device(0)  # fmt: skip
+    )  # fmt: skip
+    found = read_device(seen, 0)
     assert [point.batch for point in found.alone] == [8, 64]
     assert [(point.batch, point.seconds) for point in found.at_rest] == [(99, 0.3)]
     assert [(point.batch, point.seconds) for point in found.in_splits] == [(60, 0.07)]
@@ -237,13 +239,15 @@ def test_a_device_is_read_from_exploration_alone() -> None:
     assert found.memory.points == ((8, 80), (64, 640), (99, 990))
     assert found.memory.in_splits == ((60, 600),)
     assert found.memory.ran == 99
-    other = store(timed(probe(SPLIT, "split"))).device(1)
+    other = read_device(store(timed(probe(SPLIT, "split"))), 1)
     assert other.memory.points == ((40, 400),), "with fewer than two solo points, splits tell the line"
 
 
 def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
     """What ran above it before no longer counts as a batch that runs."""
-    found = store(timed(alone(64)), timed(alone(8, 0, 1)), full(alone(64, 0, 2), 0), full(alone(70, 0, 3), 0)).device(0)
+    found = read_device(
+        store(timed(alone(64)), timed(alone(8, 0, 1)), full(alone(64, 0, 2), 0), full(alone(70, 0, 3), 0)), 0
+    )
     assert (found.memory.ran, found.memory.failed, found.memory.failures) == (8, 64, 2)
 
 
@@ -251,23 +255,23 @@ def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
     """50 of at most 64 is nearer than 50 of 500; of equals the first."""
     seen = [timed(alone(64)), timed(alone(500, 1))]
     found = store(*seen, full(probe(Layout("split", (50, 50)), "split")))
-    assert (found.device(0).memory.failed, found.device(1).memory.failed) == (50, None)
+    assert tuple(read_device(found, i).memory.failed for i in (0, 1)) == (50, None)
     named = store(*seen, full(probe(Layout("split", (50, 50)), "split"), 1))
-    assert (named.device(0).memory.failed, named.device(1).memory.failed) == (None, 50)
+    assert tuple(read_device(named, i).memory.failed for i in (0, 1)) == (None, 50)
 
 
 def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
     """Above what ran, for good, it is a size at which its kernels end; with one mate, it may be the mate."""
     at = alone(8)
-    assert store(*[failed(at, 0)] * 2).device(0).lost == "it ended"
-    assert store(failed(at, 0)).device(0).lost == ""
-    above = store(timed(at), *[failed(alone(64, 0, 1), 0)] * 2).device(0)
+    assert read_device(store(*[failed(at, 0)] * 2), 0).lost == "it ended"
+    assert read_device(store(failed(at, 0)), 0).lost == ""
+    above = read_device(store(timed(at), *[failed(alone(64, 0, 1), 0)] * 2), 0)
     assert (above.lost, above.memory.failed) == ("", 64)
-    below = store(timed(alone(64)), *[failed(alone(8, 0, 1), 0)] * 2).device(0)
+    below = read_device(store(timed(alone(64)), *[failed(alone(8, 0, 1), 0)] * 2), 0)
     assert below.lost == "it ended"
-    mates = store(timed(at), *[failed(probe(SPLIT, "split"), 0)] * 2).device(0)
+    mates = read_device(store(timed(at), *[failed(probe(SPLIT, "split"), 0)] * 2), 0)
     assert mates.lost == ""
-    gone = store(timed(at), *[failed(probe(SPLIT, "split"), 0, cause="device")] * 2).device(0)
+    gone = read_device(store(timed(at), *[failed(probe(SPLIT, "split"), 0, cause="device")] * 2), 0)
     assert gone.lost == "it ended"
 
 
@@ -275,7 +279,7 @@ def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
     """A lucky narrow interval of few steps is no better than its steps are."""
     wide, lucky = timed(alone(8)), timed(alone(64, 0, 1))
     lucky = msgspec.structs.replace(lucky, low_seconds=0.0999, high_seconds=0.1001, steps=5)
-    first, second = store(wide, lucky).device(0).alone
+    first, second = read_device(store(wide, lucky), 0).alone
     noise = math.sqrt((relative_error(wide) ** 2 * 20 + relative_error(lucky) ** 2 * 5) / 2)
     assert first.error == pytest.approx(max(relative_error(wide), noise / math.sqrt(20)))
     assert second.error == pytest.approx(noise / math.sqrt(5))
