@@ -37,7 +37,6 @@ EXPLORES = 0.4  # of the budget, where packs and placements follow, whose childr
 # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
 BEFORE_A_SPLIT = 0.2  # of what is left: a round before the first split, which adds to all curves (flat, then linear)
 SURPRISE = 6  # an exploring probe has 1 / this of what is left: level curves hide long steps (slow_start; noisy_slow)
-BUDGET_ROUNDS = 12  # of solving for a budget that suffices; each at least halves the error
 
 
 class Budget:
@@ -144,12 +143,9 @@ class Budget:
 
     def enough_for(self, missing_seconds: float) -> float:
         """A budget that leaves `missing_seconds` more for first turns, after exploration has taken its part of it."""
-        explored = self._seen.spent_seconds(EXPLORATION)
-        total = self.spent
-        for _ in range(BUDGET_ROUNDS):
-            explores = max(explored, self._part_to_explore(total))
-            total = max(total, self.spent - explored + explores + missing_seconds)
-        return total
+        others = self.spent - self._seen.spent_seconds(EXPLORATION) + missing_seconds
+        kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
+        return max(self.spent + missing_seconds, others / kept)
 
     def enough_to_grow(self, grown_seconds: float) -> float:
         """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
@@ -168,10 +164,8 @@ class Budget:
     @cached_property
     def explore_seconds(self) -> float:
         """Exploration's part of the budget."""
-        return self._part_to_explore(self.seconds or 0.0)
-
-    def _part_to_explore(self, budget: float) -> float:
-        return (EXPLORES if self._options.needs_more_children else LATER_TURNS_END_BY) * budget
+        part = EXPLORES if self._options.needs_more_children else LATER_TURNS_END_BY
+        return part * (self.seconds or 0.0)
 
     def longest_step(self) -> float:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
