@@ -100,9 +100,9 @@ class Predictions:
 
         return split_over_hosts(devices, self.model.hosts, self.model.exchange, solve, quantum, batch)
 
-    def _gains(self, several: Allocation, one: Allocation | None) -> bool:
-        """Whether passes make it faster by a gain that is worth a measurement."""
-        gain = smallest_gain(self._problem.tolerance)
+    def _gains(self, several: Allocation, one: Allocation | None, part: float = 1.0) -> bool:
+        """Whether passes make it faster by a gain of which this part is worth a measurement."""
+        gain = smallest_gain(self._problem.tolerance) / part
         return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
@@ -120,14 +120,8 @@ class Predictions:
         unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
         if len(live) < 2 or not unknown:
             return {}  # one device has no choice
-        wanted = self.fastest_split
-        hoped = self._split_in_passes(NOT_REPEATED)
-        if (
-            hoped
-            and wanted
-            and COMES_TRUE * (hoped.samples_per_second / wanted.samples_per_second - 1)
-            > smallest_gain(self._problem.tolerance)
-        ):
+        wanted, hoped = self.fastest_split, self._split_in_passes(NOT_REPEATED)
+        if hoped and wanted and self._gains(hoped, wanted, COMES_TRUE):
             wanted = hoped
         found = self._unknown(wanted.shares if wanted else ())
         if found and batch is not None:  # the even split needs them too, and they are measured at the same time
