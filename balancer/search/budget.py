@@ -2,7 +2,7 @@
 
 Exploration has a part of the budget, so that the race can measure every candidate once: all of it where only solo, even
 and split are asked for, less where packs, placements and other knobs follow, as each needs children of its own, which
-take time to start. Before the first split, a round alone that a plan can do without takes at most `BEFORE_A_SPLIT` of
+take time to start. Before the first split, a round alone that a plan can do without takes at most half of `EXPLORES` of
 what is left of that part, and keeps the time of that split. Other probes need only to fit.
 """
 
@@ -25,17 +25,17 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
 }  # fmt: skip
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many (passes_none, tol_jagged)
-LONGEST_PROBE_SECONDS = 60.0
+LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
-PRICE = 0.05  # relative gain that all the time that is left should bring
+PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
 CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning grows with them (TensorFlow, recorded)
-GROWS = 0.65  # of the budget: packs grow until then
+GROWS = 0.65  # of the budget: packs grow until then, and later turns follow
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 
 EXPLORES = 0.4  # of the budget, where packs and placements follow, whose children have to start; and of what is left,
-# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s)
-BEFORE_A_SPLIT = 0.2  # of what is left: a round before the first split, which adds to all curves (flat, then linear)
+# for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s). Half of that before
+# the first split, which adds to all curves (flat, then linear)
 SURPRISE = 6  # an exploring probe has 1 / this of what is left: level curves hide long steps (slow_start; noisy_slow)
 
 
@@ -103,13 +103,13 @@ class Budget:
         if self.seconds is None:
             return True
         left = self._end("solo") - self.spent
-        return seconds + after <= left and seconds <= (BEFORE_A_SPLIT if after else EXPLORES) * left
+        return seconds + after <= left and seconds <= (EXPLORES / 2 if after else EXPLORES) * left
 
     def growth(self, step_seconds: float) -> float:
         """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
         if self.seconds is None or not step_seconds:
             return math.inf
-        part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else BEFORE_A_SPLIT
+        part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     @cached_property

@@ -23,11 +23,11 @@ from .machine_model import MachineModel
 from .model.memory import MARGIN, Memory
 from .ranking import TIE, throughput
 
-MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it
+MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
-REFINEMENTS = 5  # sizes tried between neighbours after growth ended
-MOST_PROCESSES = 89
+REFINEMENTS = 5  # sizes tried between neighbours after growth ended: halving 34 ends after five
+MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
 
 Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run
 

@@ -21,7 +21,8 @@ from .ranking import COMES_TRUE, smallest_gain
 INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
-LIKELY_SETS = 2  # of hosts: this many of the best, and all hosts: no worse than every set on 240 random clusters of 4
+LIKELY_SETS = 2  # of the best sets of hosts, or of efficient devices; with all hosts no worse than every set of 150
+# random clusters of 3 and 4
 HALVINGS = 6  # of the time between two bends of a curve: to 2 % of it (hosts)
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]

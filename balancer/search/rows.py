@@ -15,13 +15,12 @@ from .budget import Budget
 from .decisions import plan_curves
 from .device_model import DeviceModel
 from .layouts import split_evenly
-from .predictions import Predictions
+from .predictions import LIKELY_SETS, Predictions
 from .ranking import smallest_gain
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
 MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ...
-BEST = 2  # splits that are worth a measurement
 
 
 class RowDevices(DeviceModel):
@@ -212,7 +211,7 @@ def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allo
     tops = [one.samples_per_second for one in (predictions.fastest_split, predictions.fastest_single) if one]
     found = [one for group in _groups(predictions, costs) if (one := predictions.split_over(group))]
     enough = [one for one in found if one.samples_per_second >= (1 - problem.max_slowdown) * max(tops, default=0.0)]
-    return sorted(enough, key=value, reverse=True)[:BEST]
+    return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
 
 def _groups(predictions: Predictions, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:

@@ -24,7 +24,6 @@ from .observations import Observations
 from .statistics import CLEAR, fit_rates, relative_error
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
-FEWEST_POINTS = 3  # a cost has three rates: of a pass, of tokens, of tokens times lengths
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
     be free would be cut ever smaller.
     """
     found = list(points)
-    if len(found) < FEWEST_POINTS:
+    if len(found) < len(Cost.__struct_fields__):
         return None
     fits = [_fit(found, steps) for steps in (0.0, 1.0)]
     best = fits[1] if _misfit(fits[1], found) < _misfit(fits[0], found) - CLEAR**2 else fits[0]

@@ -3,8 +3,8 @@
 A small pass, larger ones of the longest rows until they take clearly longer, then several passes of short rows, and
 passes of other lengths, give each device's cost; all devices run at the same time. A small pass tells nothing of tokens
 on a fast GPU: starting its kernels takes longer than computing them. Then the global batch is measured on each device
-alone, which tests its cost, and the split that the costs predict. Up to two more splits follow, with what the devices'
-own work in the last one showed.
+alone, which tests its cost, and the split that the costs predict. More splits follow while what the devices' own work
+in the last one showed assigns rows otherwise.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .decisions import explain_too_long
 from .device_model import DeviceModel
 from .layouts import RETREATS, split_evenly
 from .solo_stage import MOST_PASSES, SMALL
+from .split_stage import MOST_SPLITS
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 GROWTH = 4  # from one larger pass to the next
 LONG_ENOUGH = 3.0  # times as long as the first pass: enough to show what tokens cost
-MOST_TEXT_SPLITS = 3
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
@@ -202,7 +202,7 @@ class TextStage:
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
-        if not self._with_splits or len(tried) >= MOST_TEXT_SPLITS:
+        if not self._with_splits or len(tried) >= MOST_SPLITS:
             return ()
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
