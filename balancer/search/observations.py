@@ -21,6 +21,8 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 TRIES = 2  # of a probe that fails for a reason other than memory
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
+MOST_TURNS = 8  # of a stage: rounds alone (stairs, 16 devices), splits and devices at rest, whose edges of stairs are
+# halved as often (stall) and whose noise moves predictions (noisy), and turns of the race
 
 Turns = dict[int, Timed]
 

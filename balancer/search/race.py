@@ -17,11 +17,10 @@ from ..types import Layout, Probe, Problem, Result, Stage, Timed
 from .budget import Budget
 from .candidates import Candidates
 from .layouts import Candidate, LayoutOptions
-from .observations import FIRST_TURN, Turns
+from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .ranking import LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
 
-MOST_TURNS = 8
 TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
 PACKS_TO_EXPECT = 6  # the same for growing packs: 2, 3, 5, 8, 13, 21
 

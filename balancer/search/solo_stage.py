@@ -19,19 +19,16 @@ from ..types import Probe, solo
 from .budget import Budget
 from .machine_model import most_in_one
 from .model.hope import hopeful_curve
-from .model.memory import BLIND_GROWTH
+from .model.memory import BLIND_GROWTH, WIDE
 from .model.step_time import SAME_BATCH, merge_points
+from .observations import MOST_TURNS
 from .predictions import Predictions
-from .ranking import COMES_TRUE, LEAST_RATE
+from .ranking import COMES_TRUE, LEAST_RATE, TIE
 
-MOST_ROUNDS = 12  # with a budget or without: where hopes have no end (stairs, 16 devices)
-SMALL, SECOND = 8, 64  # the first two batches, or smaller ones if a device's even share is smaller
-RATIO = SECOND // SMALL  # between the two, and of a retreat from a first one that ran out of memory
+SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
-PEAK = 4  # times: a gap wider than this may hide one: torch_maxer, recorded on an H200
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
 LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same (flat, then linear, in 20 s)
-HIDDEN = 0.01  # relative: a curve that may be faster by less is known
 
 
 class SoloStage:
@@ -59,7 +56,7 @@ class SoloStage:
             if due and (kept := self._worth_waiting(due) if turn else due):
                 return tuple(self._probe(i, batch, turn) for i, batch in kept.items())
         retried = {i: self._small_batch(i) for i in self._model.live if self._lacks_a_line(i)}
-        affordable = self._turn < MOST_ROUNDS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
+        affordable = self._turn < MOST_TURNS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
         return self._round(retried) if affordable else ()
 
     def _lacks_a_line(self, position: int) -> bool:
@@ -91,7 +88,7 @@ class SoloStage:
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
         wanted = self._hoped
-        if wanted is None or self._turn >= MOST_ROUNDS:
+        if wanted is None or self._turn >= MOST_TURNS:
             return ()
         divided = {one.position: one.curve for one in self._hopeful if isinstance(one.curve, PassCurve)}
         rows = {i: divided[i].rows if i in divided and share > divided[i].wall else share for i, share in wanted.shares}
@@ -132,13 +129,13 @@ class SoloStage:
         """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
         curve, points = self._model.alone[position], merge_points(self._model.solo_points(position))
         undivided = self._problem.global_batch is not None and not self._model.pass_rows[position]
-        if curve is None or curve.error > HIDDEN or undivided:
+        if curve is None or curve.error > TIE or undivided:
             return 0
         rates = [point.batch / point.seconds for point in points]
-        best = next(i for i, rate in enumerate(rates) if rate >= (1 - HIDDEN) * max(rates))
+        best = next(i for i, rate in enumerate(rates) if rate >= (1 - TIE) * max(rates))
         gaps = pairwise(p.batch for p in points[max(0, best - 1) : best + 2])
         low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1, 1))
-        return (low + high) // 2 // self._quantum * self._quantum if high > PEAK * low else 0
+        return (low + high) // 2 // self._quantum * self._quantum if high > WIDE * low else 0
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
@@ -239,7 +236,7 @@ class SoloStage:
         known, hope, ran = self._straight[position], self._hopes[position], self._model.devices[position].memory.ran
         if known is None or hope is None or not self._is_new(position, share):
             return False
-        return share > ran or hope.seconds(share) < (1 - HIDDEN) * known.seconds(share)
+        return share > ran or hope.seconds(share) < (1 - TIE) * known.seconds(share)
 
     def _is_new(self, position: int, batch: int) -> bool:
         points = self._model.solo_points(position)
@@ -291,7 +288,7 @@ class SoloStage:
         wanted = min(second, self._model.bounds.asked)
         if memory.failed is not None and not (memory.ran and second < memory.failed):
             down = memory.limit_bytes is not None and memory.ran > quantum  # that runs, and two sizes give a line
-            retreat = memory.failed // RATIO
+            retreat = memory.failed // BLIND_GROWTH
             if memory.ran:
                 retreat = memory.ran // 2 if down else (memory.ran + memory.failed) // 2
             wanted = max(quantum, retreat // quantum * quantum)
@@ -301,8 +298,9 @@ class SoloStage:
         """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that and an eighth."""
         quantum, cap = self._quantum, self._model.bounds.asked
         batch = self._problem.global_batch or self._problem.max_global_batch
-        second = SECOND if batch is None else min(SECOND, max(2, batch // len(self._model.live)))
-        first = min(math.ceil(max(1, min(SMALL, second // RATIO)) / quantum) * quantum, cap)
+        second = SMALL * BLIND_GROWTH
+        second = second if batch is None else min(second, max(2, batch // len(self._model.live)))
+        first = min(math.ceil(max(1, min(SMALL, second // BLIND_GROWTH)) / quantum) * quantum, cap)
         return first, min(max(first + quantum, math.ceil(second / quantum) * quantum), cap)
 
     # ------------------------------------------------------------------ passes

@@ -13,14 +13,12 @@ from evener.shares.waterfill import Allocation
 
 from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
+from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, LEAST_RATE, smallest_gain
 from .statistics import LONE_BLOCK
 
-MOST_SPLITS = 8  # and devices at rest: edges of stairs are halved as often (stall), and noise moves predictions (noisy)
-AT_REST = 1.3  # times: a device may be as much faster alone than is predicted (tol_jagged; contention80 alone at rest)
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
-MOST_FAILED = 2  # splits, after which no more are tried: a network that fails takes minutes each time
 
 
 class SplitStage:
@@ -51,7 +49,7 @@ class SplitStage:
         if self._budget.affords(layout, ends_with, seconds, reserved=after) and (
             not after or self._budget.has_time(least)
         ):
-            left = MOST_SPLITS - len(self._model.splits)
+            left = MOST_TURNS - len(self._model.splits)
             return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, seconds))
         lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
         if lone and self._gains_surely(wanted):
@@ -78,7 +76,9 @@ class SplitStage:
         tried = self._seen.in_stage("split")
         failed = sum(1 for seen in tried if isinstance(seen, Failed))
         used = len(tried) + len(self._seen.in_stage("rest"))
-        if len(self._model.live) < 2 or used >= MOST_SPLITS or failed >= MOST_FAILED:
+        if (
+            len(self._model.live) < 2 or used >= MOST_TURNS or failed >= TRIES
+        ):  # a network that fails takes minutes each time
             return None
         wanted = self._predictions.fastest_split
         if wanted is None or not self._gains(wanted):
@@ -121,7 +121,7 @@ class SplitStage:
         live = self._model.live
         if len(live) > 1 and self._with_splits and not self._model.splits:
             return None
-        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= MOST_SPLITS:
+        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= MOST_TURNS:
             return None
         singles = [one for i in live if (one := self._predictions.single(i)) and not self._was_at_rest(i)]
         wanted = max(singles, key=lambda one: one.samples_per_second, default=None)
@@ -142,7 +142,7 @@ class SplitStage:
         """Whether one of several devices may beat all splits when the others are at rest."""
         best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
         best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
-        if wanted.samples_per_second * AT_REST > best:
+        if wanted.samples_per_second > best:
             return True
         unseen = self._problem.global_batch is not None and not self._model.at_rest
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared

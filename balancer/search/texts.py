@@ -18,8 +18,8 @@ from .budget import Budget
 from .decisions import explain_too_long
 from .device_model import DeviceModel
 from .layouts import RETREATS, split_evenly
+from .observations import MOST_TURNS
 from .solo_stage import MOST_PASSES, SMALL
-from .split_stage import MOST_SPLITS
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
@@ -202,7 +202,7 @@ class TextStage:
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
         tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
-        if not self._with_splits or len(tried) >= MOST_SPLITS:
+        if not self._with_splits or len(tried) >= MOST_TURNS:
             return ()
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):

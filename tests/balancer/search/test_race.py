@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import LayoutOptions
-from evener.balancer.search.race import MOST_TURNS
+from evener.balancer.search.observations import MOST_TURNS
 from evener.balancer.search.ranking import ROUGH, compare_turns, smallest_gain, throughput
 from evener.balancer.search.search import Search
 from evener.balancer.search.statistics import relative_half_width
