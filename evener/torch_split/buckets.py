@@ -212,27 +212,33 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
         )
 
 
-class Tail:
-    """The sum over the ranks of a bucket's tail, beside what its number should be; the device may not have it yet."""
+def refuse_other_batches() -> NoReturn:
+    """RequestError: the numbers of the ranks' batches differ."""
+    raise RequestError(
+        "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a loop does that"
+        " goes on after a loss of NaN, or an error, on this rank alone.",
+        "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
+    )
 
-    def __init__(self, total: torch.Tensor, expected: int) -> None:
-        self._total, self._expected, self._event = total.to("cpu", non_blocking=True, copy=True), expected, None
-        if total.is_cuda:
+
+class HostCopy:
+    """Figures of a device on their way to the host, which doesn't wait for them."""
+
+    def __init__(self, figures: torch.Tensor) -> None:
+        self._figures, self._event = figures.to("cpu", non_blocking=True, copy=True), None  # into pinned memory
+        if figures.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> bool:
-        """True if a rank's buffers have changed; RequestError if the ranks sum gradients of different batches."""
+    def is_there(self) -> bool:
+        """True if they can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[Any]:
+        """The figures, waited for."""
         if self._event is not None:
             self._event.synchronize()
-        changed, number = self._total.tolist()
-        if number != self._expected:
-            raise RequestError(
-                "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a"
-                " loop does that goes on after a loss of NaN, or an error, on this rank alone.",
-                "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
-            )
-        return bool(changed)
+        return list(self._figures.tolist())
 
 
 class Buffers:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import GRADIENT, TAIL, Bucket, Buffers, Held, Tail, make_buckets, warn_of_hooks
+from .buckets import GRADIENT, TAIL, Bucket, Buffers, Held, HostCopy, make_buckets, refuse_other_batches, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
@@ -59,7 +59,7 @@ class Exchange:
         self.done: Callable[[], None] = _nothing
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
-        self._tails: list[Tail] = []  # that weren't read yet
+        self._tails: list[tuple[HostCopy, int]] = []  # that weren't read yet, and the number that each should have
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
@@ -118,8 +118,6 @@ class Exchange:
         for device in {each.device for each in tensors}:
             own = [each for each in tensors if each.device == device]
             dist._broadcast_coalesced(group, own, 250 << 20, 0)
-
-    # ------------------------------------------------------------------ what a batch weighs
 
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
@@ -274,7 +272,7 @@ class Exchange:
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums, self.ran = self.sums + 1, True
         self.held.settle()
-        changed = self._read_tails()
+        changed = self._read_tail()
         if self._order is not None or (self._spreads and (changed or self._always)):
             with own_collectives():
                 if self._order is not None:
@@ -284,13 +282,17 @@ class Exchange:
                     self.buffers.have_changed()  # by this
         self.done()
 
-    def _read_tails(self) -> bool:
+    def _read_tail(self) -> bool:
         """True if a rank's buffers have changed; a step late where a device is behind, so that nobody waits for it."""
-        flat, changed = self._buckets[0].flat, False
-        self._tails.append(Tail(flat[-TAIL:], self.number * dist.get_world_size(self.group)))
-        while len(self._tails) > flat.is_cuda:
-            changed |= self._tails.pop(0).read()
-        return changed
+        flat = self._buckets[0].flat
+        self._tails.append((HostCopy(flat[-TAIL:]), self.number * dist.get_world_size(self.group)))
+        if len(self._tails) == 1 and flat.is_cuda:
+            return False
+        copied, expected = self._tails.pop(0)
+        changed, number = copied.read()
+        if number != expected:
+            refuse_other_batches()
+        return bool(changed)
 
     def _learn_order(self, seen: list[int]) -> None:
         """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..learning.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
-from .buckets import Bucket
+from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
+_Sample = tuple[tuple[int, ...], HostCopy]  # rows of each part; the sum of squares, and the square of the sum
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
 
 
@@ -37,7 +38,7 @@ class NoiseSampler:
         self.window, self.every = window or NoiseWindow(), every
         self._batch = 0  # rows of the last one that was looked at
         self._exchange: Callable[[], Any] = lambda: None
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Sample] = deque()
 
     def attach(self, exchange: Any) -> None:
         """Look at the gradients of this exchange."""
@@ -49,8 +50,9 @@ class NoiseSampler:
 
     def scale(self) -> NoiseScale | None:
         """The noise scale by the samples that the device has computed; None before there are enough."""
-        while self._pending and self._pending[0].is_there():
-            self.window.add(self._pending.popleft().read())
+        while self._pending and self._pending[0][1].is_there():
+            sizes, figures = self._pending.popleft()
+            self.window.add(separate(sizes, *figures.read()))
         return self.window.scale()
 
     def describe(self) -> str:
@@ -73,7 +75,7 @@ class RankNoise(NoiseSampler):
         self._updates, self._summed_at = 0, -1  # of the weights, by the last batch, and at the last sum
         self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
         self._sum: Any = None  # under way: the work, with what it sums
-        self._sample: _Pending | None = None  # of a batch that may not be over
+        self._sample: _Sample | None = None  # of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch."""
@@ -111,7 +113,7 @@ class RankNoise(NoiseSampler):
             work.wait()
             whole = _add_squares([_norm(bucket.gradients) for bucket in buckets])
             self._batch = sum(self._rows())
-            self._sample = _Pending(self._rows(), torch.cat([weighted, whole.to(weighted.device)]))
+            self._sample = self._rows(), HostCopy(torch.cat([weighted, whole.to(weighted.device)]))
         self._own, self._sum, self._begun, self._noted = [], None, [], []
         self._summed_at = self._updates
         self.steps += 1
@@ -243,27 +245,8 @@ class PassNoise(NoiseSampler):
             each.settle()
             for square in each.squares:
                 weighted += square.to(weighted.device) * (sum(sizes) ** 2 / each.rows)
-        self._pending.append(_Pending(sizes, torch.cat([weighted, self._whole])))
+        self._pending.append((sizes, HostCopy(torch.cat([weighted, self._whole]))))
         self._batch, self._compared = sum(sizes), True
-
-
-class _Pending:
-    """A sample that the device may not have computed yet."""
-
-    def __init__(self, sizes: tuple[int, ...], figures: torch.Tensor) -> None:
-        self._sizes, self._event = sizes, None
-        self._figures = figures.to("cpu", non_blocking=True)  # into pinned memory
-        if figures.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_there(self) -> bool:
-        """True if the figures can be read without waiting."""
-        return self._event is None or bool(self._event.query())
-
-    def read(self) -> Any:
-        """Noise and signal."""
-        return separate(self._sizes, *self._figures.tolist())
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from ..live.files import ShareChange
 from ..plan.solver import read_curves
 from ..shares.whole_rows import largest_pass, smallest_pass
 from ..torch_rows.sampler import LengthSampler, UnevenBatchSampler
-from ..torch_rows.structure import DealtBatch
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
@@ -231,11 +230,11 @@ class PlannedTraining:
         rows = taken.sizes[self.rank]
         try:
             most = max(1, rows) if taken.origin.dealt else self.shares.micros[self.rank]
-            parts = make_parts(batch, rows, most, self.weights.scale_part, self.weights.count_equal_passes(taken))
+            scale = self.weights.scale if self.weights.by_loss else lambda loss: loss
+            parts = make_parts(batch, rows, most, scale, self.weights.count_equal_passes(taken))
             if count is not None:
                 weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
-            several = self.shares.in_passes or isinstance(batch, DealtBatch)
-            found = self.weights.list_models(models, several)
+            found = self.weights.list_models(models, taken)
             yield from self.passes.take(parts, found, self.weights.list_exchanges())
         finally:
             self.weights.close_parts()

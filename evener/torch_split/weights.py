@@ -185,22 +185,18 @@ class BatchWeights:
         self._open = self._identify(batch, True)
         return self._open
 
-    def scale_part(self, loss: Any) -> Any:
-        """A pass's part of the loss, as `scale` has it where gradients aren't weighted."""
-        return self.scale(loss) if self.by_loss else loss
-
-    def list_models(self, given: Sequence[Any] | None, in_passes: bool) -> list[Any]:
-        """The models that exchange gradients: those given, else all that are wrapped."""
-        models = list(self.models if given is None else given)
-        if self.shares.world == 1 or not in_passes:
+    def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
+        """The models that exchange the batch's gradients: those given, else all that are wrapped."""
+        models, dealt = list(self.models if given is None else given), batch.origin.dealt
+        if self.shares.world == 1 or not (self.shares.in_passes or dealt):
             return models
-        if any(map(model_checks.is_sharded, models)) and not self._has_equal_passes():
+        if any(map(model_checks.is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
                 "Use DistributedDataParallel, or a plan without passes (evener balance --micro off) and no lengths; if"
                 " only the last batch is short, drop_last=True.",
             )
-        for model in models if self._open and self._open.origin.dealt else ():
+        for model in models if dealt else ():
             model_checks.check_passes(model)
         if not models:
             raise RequestError(
@@ -215,12 +211,9 @@ class BatchWeights:
             return list(self._exchanges)
         return list(map(self._exchange_alone, self.models))
 
-    def _has_equal_passes(self) -> bool:
-        """True if all ranks take equally many passes for the batch whose parts are computed."""
-        batch = self._open
-        if batch is None or batch.origin.dealt:
-            return False
-        return len({max(1, count_passes(*each)) for each in zip(batch.sizes, self.shares.micros, strict=True)}) == 1
+    def _count_passes(self, batch: TakenBatch) -> list[int]:
+        """The passes that each rank needs of this batch, whose rows aren't dealt."""
+        return [max(1, count_passes(*each)) for each in zip(batch.sizes, self.shares.micros, strict=True)]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
         """The passes that all ranks take of a sharded model's batch: the most that one needs; 0 for other models."""
@@ -231,7 +224,7 @@ class BatchWeights:
                 "Ranks meet in each unit of a sharded model, and rows dealt by length take unequal numbers of passes.",
                 "Leave lengths out.",
             )
-        return max(count_passes(*each) for each in zip(batch.sizes, self.shares.micros, strict=True))
+        return max(self._count_passes(batch))
 
     def close_parts(self) -> None:
         """All passes of a batch are computed."""
