@@ -34,6 +34,7 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device)
         self._views = _cut(self.flat.data, parameters)  # which count their changes apart from the bucket's
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
+        self.tail, self._targets = self.flat[-TAIL:], [*self._views, self._flags]
         self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
@@ -76,7 +77,7 @@ class Bucket:
             self._copy(self._views, gradients, weight)
             self._flags.copy_(flags)
         else:
-            self._copy([*self._views, self._flags], [*gradients, flags])
+            self._copy(self._targets, [*gradients, flags])
             self._multiply(weight)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
@@ -212,22 +213,13 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
         )
 
 
-def refuse_other_batches() -> NoReturn:
-    """RequestError: the numbers of the ranks' batches differ."""
-    raise RequestError(
-        "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a loop does that"
-        " goes on after a loss of NaN, or an error, on this rank alone.",
-        "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
-    )
-
-
 class HostCopy:
     """Figures of a device on their way to the host, which doesn't wait for them."""
 
     def __init__(self, figures: torch.Tensor) -> None:
-        self._figures, self._event = figures.to("cpu", non_blocking=True, copy=True), None  # into pinned memory
-        if figures.is_cuda:
-            self._event = torch.cuda.Event()
+        self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        self._event = torch.cuda.Event() if figures.is_cuda else None
+        if self._event is not None:
             self._event.record()
 
     def is_there(self) -> bool:
@@ -239,6 +231,40 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return list(self._figures.tolist())
+
+    def read_and_take(self, figures: torch.Tensor) -> list[Any]:
+        """The figures, waited for; others, of as many, are under way in their place."""
+        read = self.read()
+        self._figures.copy_(figures, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        return read
+
+
+class Tails:
+    """Reads the tails of sums: a step late where a device is behind, so that nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._copied: HostCopy | None = None
+        self._expected = 0  # the number in it
+
+    def read(self, tail: torch.Tensor, expected: int) -> bool:
+        """True if a rank's buffers have changed; RequestError unless the number is the one that is expected."""
+        before, self._expected = self._expected, expected
+        if not tail.is_cuda:
+            (changed, number), before = tail.tolist(), expected
+        elif self._copied is None:
+            self._copied = HostCopy(tail)
+            return False
+        else:
+            changed, number = self._copied.read_and_take(tail)
+        if number != before:
+            raise RequestError(
+                "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a loop"
+                " does that goes on after a loss of NaN, or an error, on this rank alone.",
+                "Leave a batch out on all ranks or on none: decide by split.total(...), which all have.",
+            )
+        return bool(changed)
 
 
 class Buffers:

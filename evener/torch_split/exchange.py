@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import GRADIENT, TAIL, Bucket, Buffers, Held, HostCopy, make_buckets, refuse_other_batches, warn_of_hooks
+from .buckets import GRADIENT, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import note_own, own_collectives
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
@@ -59,7 +59,7 @@ class Exchange:
         self.done: Callable[[], None] = _nothing
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
-        self._tails: list[tuple[HostCopy, int]] = []  # that weren't read yet, and the number that each should have
+        self._tails, self._world = Tails(), 1 if alone else dist.get_world_size(group)
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
@@ -75,8 +75,7 @@ class Exchange:
         self._broken = False  # a backward pass has failed when part of its gradients were sent
         self.waits = False  # a forward pass was watched since the last sum
         self._sent = 0  # buckets that are on their way
-        self.sums, self.ran = 0, False  # ran: there were some
-        self.unsummed = False  # parameters have gradients of this rank's rows alone
+        self.sums, self.ran, self.unsummed = 0, False, False  # unsummed: gradients are of this rank's rows alone
         self._unsent = False  # gradients may be there that weren't summed
         self._hooks: list[Any] = []  # by which parameters say that their gradients have come
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
@@ -169,8 +168,7 @@ class Exchange:
 
     def _listen(self) -> None:
         """Have parameters say that their gradients have come; where there were none before, one sees that anyway."""
-        self._hooks += (each.register_post_accumulate_grad_hook(self._arrived.append) for each in self.parameters)
-        own_hooks.update(each.id for each in self._hooks)
+        self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -249,14 +247,16 @@ class Exchange:
 
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""
-        self._note_arrived()
+        if self._hooks:
+            self._note_arrived()
+        came = self._came if self._hooks else self.has_gradients()
         self.held.merge()
         for each in self._buckets[: self._sent]:
             each.check_sent()
-        if self._sync and self._came:
+        if self._sync and came:
             while self._sent < len(self._buckets):
                 self._send()
-        elif self._came:
+        elif came:
             self.unsummed = True
         self.held.close()
 
@@ -272,7 +272,7 @@ class Exchange:
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums, self.ran = self.sums + 1, True
         self.held.settle()
-        changed = self._read_tail()
+        changed = self._tails.read(self._buckets[0].tail, self.number * self._world)
         if self._order is not None or (self._spreads and (changed or self._always)):
             with own_collectives():
                 if self._order is not None:
@@ -281,18 +281,6 @@ class Exchange:
                     self._spread([each.detach() for each in self.buffers.all()])
                     self.buffers.have_changed()  # by this
         self.done()
-
-    def _read_tail(self) -> bool:
-        """True if a rank's buffers have changed; a step late where a device is behind, so that nobody waits for it."""
-        flat = self._buckets[0].flat
-        self._tails.append((HostCopy(flat[-TAIL:]), self.number * dist.get_world_size(self.group)))
-        if len(self._tails) == 1 and flat.is_cuda:
-            return False
-        copied, expected = self._tails.pop(0)
-        changed, number = copied.read()
-        if number != expected:
-            refuse_other_batches()
-        return bool(changed)
 
     def _learn_order(self, seen: list[int]) -> None:
         """Take the first rank's order of gradients; buckets go early from now on, unless a gradient came in parts."""
@@ -309,9 +297,7 @@ class Exchange:
         self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)
         _remove(self._hooks)
         look = partial(_look_for, weakref.ref(self))  # a parameter must not keep what a dropped wrapper had
-        hooks = [each.last.register_post_accumulate_grad_hook(partial(look, each)) for each in self._buckets]
-        own_hooks.update(each.id for each in hooks)
-        weakref.finalize(self, _remove, hooks)
+        weakref.finalize(self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets])
         for bucket in self._buckets:
             bucket.gather()
 
@@ -390,6 +376,12 @@ def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
     exchanges = sorted(_exchanges, key=lambda exchange: exchange.ran)
     return {id(each): exchange.ran for exchange in exchanges if not exchange._alone for each in exchange.parameters}
+
+
+def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
+    handle = parameter.register_post_accumulate_grad_hook(function)
+    own_hooks.add(handle.id)
+    return handle
 
 
 def _remove(handles: list[Any]) -> None:
