@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def meet_neighbour(_: float) -> dict[str, Any]:
     rows, steps, comes, leaves = (1024, 24, 8, 24) if alone else (256, 1050, 150, 450)
     split = Split(ratios=[1] if alone else [1, 1], global_batch=rows, rebalance=not alone)
     model, loss = split.wrap(Decoder(512, 8).to(torch.bfloat16)), nn.CrossEntropyLoss()
-    optimizer, times, shares = torch.optim.AdamW(model.parameters(), 1e-4), [], []
+    optimizer, times, shares, works = torch.optim.AdamW(model.parameters(), 1e-4), [], [], []
     other = Neighbour() if split.rank == split.world - 1 else None
     words = torch.utils.data.TensorDataset(torch.randint(0, WORDS, (steps * rows, LENGTH)))
     for number, batch in enumerate(split.loader(words)):
@@ -111,9 +112,12 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         optimizer.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
-        shares.append(split.shares[split.rank])
+        shares.append(split.rows)
+        if number % 10 == 9:
+            works.append((number, split.rows, round(1e3 * split._planned.timer.medians().work.own_work_s, 1)))
     if other is not None:
         other.leave()
+    changes = [step for step in range(1, len(shares)) if shares[step] != shares[step - 1]]
     marks = sorted({comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1} & set(range(steps)))
     return {
         "rank": split.rank,
@@ -122,6 +126,11 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         "slowest after it came, ms": 1e3 * max(times[comes:leaves]),
         "ms": {mark: 1e3 * statistics.median(times[max(0, mark - 5) : mark + 1]) for mark in marks},
         "shares": {mark: shares[mark] for mark in marks},
+        "spans": [
+            (start, shares[start], round(1e3 * statistics.median(times[start:end]), 1))
+            for start, end in pairwise([0, *changes, len(times)])
+        ],
+        "own": works,
     }
 
 
