@@ -21,8 +21,8 @@ from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import smallest_gain
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
-    "solo": 4.0, "rest": 4.0, "split": 6.0, "part": 4.0, "shard": 6.0,
-    "pack": 2.0, "race": 4.0, "knobs": 4.0, "check": 4.0,
+    "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
+    "pack": 2.0, "race": 3.0, "knobs": 3.0, "check": 4.0,
 }  # fmt: skip
 STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many (passes_none, tol_jagged)
 LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it

@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from evener.balancer import journal
+from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import parse_plan, to_json, to_toml
+from evener.plan.layout import Knots, PlanLayout
+from evener.shares.curves import Curve
 
 RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 
@@ -22,16 +25,17 @@ def test_there_are_recordings() -> None:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
-    """Layout, throughput and what the search took, from the observations alone."""
+    """Layout, throughput and what the search took, from the observations alone; curves as near to what was measured."""
     record = journal.read(path)
     assert record.ended is not None
     found = runs.recover(record)
     recorded = parse_plan(to_json(record.ended.plan)).layout
-    shares = found.plan.layout.share
-    if not any(share.curve for share in recorded.share):  # older plans have none
-        shares = tuple(msgspec.structs.replace(share, curve=(), most=0) for share in shares)
+    for position, (now, then) in enumerate(zip(found.plan.layout.share, recorded.share, strict=True)):
+        if then.curve:  # older plans have none
+            assert now.most == then.most
+            assert _off(record, position, now.curve) <= _off(record, position, then.curve) + 0.01
     rate = record.ended.plan.throughput.samples_per_second
-    layout = msgspec.structs.replace(found.plan.layout, share=shares)
+    layout, recorded = _without_curves(found.plan.layout), _without_curves(recorded)
     fewer = recorded.kind == "pack" and layout.processes < recorded.processes  # 5 % are no reason for more
     if fewer:
         recorded = msgspec.structs.replace(recorded, processes=layout.processes, placement=layout.placement)
@@ -40,6 +44,24 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
     assert found.plan.search.probes == record.ended.plan.search.probes
     assert found.plan.search.out_of_memory == record.ended.plan.search.out_of_memory
     assert parse_plan(to_toml(found.plan)) == found.plan
+
+
+def _without_curves(layout: PlanLayout) -> PlanLayout:
+    """The layout without what is fitted to its measurements."""
+    shares = tuple(msgspec.structs.replace(share, curve=(), most=0) for share in layout.share)
+    return msgspec.structs.replace(layout, share=shares)
+
+
+def _off(record: journal.Record, position: int, curve: Knots) -> float:
+    """By how much a curve is off at most, of the device's times alone that are known to 1 %."""
+    times = [
+        (one.probe.layout.global_batch, one.step_seconds)
+        for one in (entry.seen for entry in record.seen)
+        if isinstance(one, Timed) and one.probe.stage == "solo" and one.probe.layout.active == (position,)
+        if not one.probe.layout.in_passes and relative_half_width(one.throughput) < 0.01
+    ]
+    found = Curve(tuple(batch for batch, _ in curve), tuple(time for _, time in curve), 0.0)
+    return max((abs(found.seconds(batch) / seconds - 1) for batch, seconds in times), default=0.0)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

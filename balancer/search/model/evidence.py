@@ -156,9 +156,10 @@ def read_points(
 ) -> Iterator[Point]:
     """Whole steps, or the device's own part of them, with standard errors.
 
-    Each error is the larger of its own error and the error expected from the pooled noise per step: an interval of few
-    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. A device that was
-    held back says little of its curve, unless that isn't `known` otherwise, or it is `slower` by this factor since.
+    Each error is the larger of its own error and the error expected from the median noise per step: an interval of few
+    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. One probe within a
+    burst says nothing of the others. A device that was held back says little of its curve, unless that isn't `known`
+    otherwise, or it is `slower` by this factor since.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
@@ -169,7 +170,7 @@ def read_points(
     found = steady if steady and slower == 1 else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
-    noise = math.sqrt(math.fsum(e * e * n for e, n in zip(own, steps, strict=True)) / max(1, len(own)))
+    noise = median([e * math.sqrt(n) for e, n in zip(own, steps, strict=True)] or [0.0])
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
         held = one.held_back(position)

@@ -38,9 +38,14 @@ def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> 
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Where each sample more took less and less time, that goes on."""
-    before, last = _slope(points[-3], points[-2]), _slope(points[-2], points[-1])
-    return curve.slope if curve.simple or last >= before else min(curve.slope, last * last / before)
+    """Where each sample more took less and less time, that goes on as a power of the batch, over the next growth."""
+    first, middle, end = points[-3:]
+    before, last = _slope(first, middle), _slope(middle, end)
+    if curve.simple or last >= before:
+        return curve.slope
+    one, two = first.batch + middle.batch, middle.batch + end.batch  # the middles of the gaps, doubled
+    growth = math.log(BLIND_GROWTH * end.batch / two) / math.log(two / one)
+    return min(curve.slope, last * math.pow(last / before, growth))
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:

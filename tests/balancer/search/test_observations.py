@@ -276,13 +276,15 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
 
 
 def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
-    """A lucky narrow interval of few steps is no better than its steps are."""
+    """A lucky narrow interval of few steps is no better than its steps are; a burst says nothing of other probes."""
     wide, lucky = timed(alone(8)), timed(alone(64, 0, 1))
     lucky = msgspec.structs.replace(lucky, low_seconds=0.0999, high_seconds=0.1001, steps=5)
     first, second = read_device(store(wide, lucky), 0).alone
-    noise = math.sqrt((relative_error(wide) ** 2 * 20 + relative_error(lucky) ** 2 * 5) / 2)
+    noise = (relative_error(wide) * math.sqrt(20) + relative_error(lucky) * math.sqrt(5)) / 2
     assert first.error == pytest.approx(max(relative_error(wide), noise / math.sqrt(20)))
     assert second.error == pytest.approx(noise / math.sqrt(5))
     assert second.error > 4 * relative_error(lucky)
+    burst = msgspec.structs.replace(timed(alone(128, 0, 2)), low_seconds=0.01, high_seconds=0.19)
+    assert max(one.error for one in read_device(store(wide, lucky, burst), 0).alone[:2]) < 0.01
     assert relative_error(wide) == pytest.approx(0.01 / 2.3646)
     assert relative_error(timed(alone(8), 0.0)) == 1.0

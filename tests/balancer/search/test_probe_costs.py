@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer.families import Placement
-from evener.balancer.search.budget import Budget
+from evener.balancer.search.budget import BASE_SECONDS, Budget
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.observations import Observations
 from evener.balancer.types import Layout, Probe, Problem, Stage, Timed, solo
@@ -40,9 +40,8 @@ def budget(
 
 @pytest.mark.parametrize(
     ("stage", "step", "seconds"),
-    [("solo", 0.01, 4.0), ("rest", 0.01, 4.0), ("split", 0.01, 6.0), ("pack", 0.01, 2.0), ("race", 0.01, 4.0),
-     ("knobs", 0.01, 4.0), ("solo", 1.0, 12.0), ("solo", 30.0, 60.0)],
-)  # fmt: skip
+    [*((stage, 0.01, seconds) for stage, seconds in BASE_SECONDS.items()), ("solo", 1.0, 12.0), ("solo", 30.0, 60.0)],
+)
 def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
     stage: Stage, step: float, seconds: float
 ) -> None:
@@ -54,7 +53,7 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
     left = 100 - 2 - 1.5
     assert found.probe_seconds(SPLIT, "race", 40, 0.01) == pytest.approx(left / 40 - found.overhead_seconds, abs=0.001)
-    assert found.probe_seconds(SPLIT, "race", 2, 0.01) == 4.0
+    assert found.probe_seconds(SPLIT, "race", 2, 0.01) == BASE_SECONDS["race"]
     assert found.probe_seconds(SPLIT, "race", 40, 0.01, reserved=20) == pytest.approx(
         (left - 20) / 40 - found.overhead_seconds, abs=0.001
     )
@@ -167,11 +166,11 @@ def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
 
 
 def test_turns_left_are_those_that_the_rest_of_the_budget_pays() -> None:
-    """Of 95 %, each turn of at least 4 s for every layout."""
+    """Of 95 %, each turn of at least a usual probe for every layout."""
     found = budget(timed(solo(2, 0, 10), elapsed_seconds=15.0))
     assert found.turns_left([SPLIT, Layout("split", (50, 50))]) == pytest.approx(80 / (2 * 19))
     quick = budget(timed(solo(2, 0, 1000), elapsed_seconds=15.0, steps=150))
-    assert quick.turns_left([solo(2, 1, 8)]) == pytest.approx(80 / 4)
+    assert quick.turns_left([solo(2, 1, 8)]) == pytest.approx(80 / BASE_SECONDS["race"])
     assert found.turns_left([]) == 0.0
     assert budget(timed(solo(2, 0, 10), elapsed_seconds=99.0)).turns_left([SPLIT]) == 0.0
     assert budget(seconds=None).turns_left([SPLIT]) == float("inf")
