@@ -155,6 +155,7 @@ def _count_steps(x: Tensors) -> int | None:
 
 
 PREFETCHED_BATCHES = 2
+ENDLESS_STEPS = 1 << 62
 MOST_THREADS = 4  # that gather rows at once
 
 as_it_is = tf.autograph.experimental.do_not_convert  # functions without tensors in their conditions: a faster start
@@ -207,7 +208,6 @@ class ArrayBatches:
         return self._dataset(take_dealt, endless=False)
 
     def _dataset(self, take: Take, endless: bool) -> Any:
-        numbers = self._endless() if endless else self._once()
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
         def make(epoch: Any, step: Any) -> Any:
@@ -215,16 +215,17 @@ class ArrayBatches:
                 start = step * self.batch
                 return take(epoch, start, tf.minimum(start + self.batch, self.rows))
 
-        batches = numbers.map(as_it_is(make), num_parallel_calls=threads, deterministic=True)
-        dataset = batches.prefetch(PREFETCHED_BATCHES)
+        def follow(number: Any) -> Any:
+            return make(number // self.steps, number % self.steps)
+
+        calls: Any = {"num_parallel_calls": threads, "deterministic": True}
+        if not endless and self._shuffle:
+            return self._shuffled().map(as_it_is(make), **calls).prefetch(PREFETCHED_BATCHES)
+        numbers = tf.data.Dataset.range(ENDLESS_STEPS if endless else self.steps)
+        dataset = numbers.map(as_it_is(follow), **calls).prefetch(PREFETCHED_BATCHES)
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
-    def _endless(self) -> Any:
-        """The steps of one epoch after another."""
-        count = tf.data.Dataset.counter(dtype=tf.int64)
-        return count.map(as_it_is(lambda number: (number // self.steps, number % self.steps)))
-
-    def _once(self) -> Any:
+    def _shuffled(self) -> Any:
         """The steps of one epoch; each iteration is another epoch."""
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)

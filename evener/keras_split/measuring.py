@@ -6,6 +6,7 @@ takes the batch as if nothing had been; nothing is drawn from the user's pipelin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
@@ -243,12 +244,32 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
         return None, batches
     seen = list(islice(batches, steps))
 
+    with tf.device("CPU:0"):
+        again = iter(_dataset_of(seen, batches.element_spec))
+    return (seen or [None])[0], again
+
+
+def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
+    """These batches as a dataset of this kind, by which the step is traced: axes that are open stay so."""
+
     def repeat() -> Iterator[Any]:
         yield from seen
 
-    with tf.device("CPU:0"):
-        again = iter(tf.data.Dataset.from_generator(repeat, output_signature=batches.element_spec))
-    return (seen or [None])[0], again
+    if seen and all(isinstance(each, tf.TensorSpec) and each.shape.rank is not None for each in tf.nest.flatten(spec)):
+        other = tf.nest.map_structure(_other_size, spec, seen[0])
+        every = [tf.data.Dataset.from_tensors(each) for each in seen]
+        joined = functools.reduce(
+            lambda one, more: one.concatenate(more), every, tf.data.Dataset.from_tensors(other).take(0)
+        )
+        if joined.element_spec == spec:
+            return joined  # without a function to trace
+    return tf.data.Dataset.from_generator(repeat, output_signature=spec)
+
+
+def _other_size(spec: Any, tensor: Any) -> Any:
+    """A tensor without values whose open axes have another length than this one's."""
+    sizes = zip(spec.shape, tensor.shape, strict=True)
+    return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
 
 
 def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
