@@ -6,7 +6,6 @@ Models as users write them are in the last part.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ TOWERS = [
     *(
         "momentum 3:1 class weights one row",
         "adamw L2 5:0:1 weights",
-        "dataset",
         "clipped accumulation",
         "activity, weighted mean, three steps per execution",
         "ratios form",
     ),
-    *("masked embedding", "two heads", "passes 5:1", "passes 2:5"),
+    *("masked embedding, dataset", "two heads", "passes 5:1", "passes 2:5"),
 ]
 
 
@@ -57,18 +55,14 @@ def test_towers_learn_what_one_device_learns(proofs: Any, case: str) -> None:
 @pytest.mark.parametrize(
     ("group", "case"),
     [
-        *[("group of 2", case) for case in ("dataset", "two heads")],
+        ("group of 2", "masked dataset"),
         ("group of 2", "clipped momentum L2 weights one row"),
-        ("group of 2", "activity accumulation weights one row"),
-        ("group of 2", "adamw L2 synchronized weights two rows"),
-        ("group of 3", "passes"),
+        ("group of 2", "sum activity accumulation weights one row"),
+        ("group of 2", "adamw L2 synchronized own loss weights two rows"),
     ],
 )
 def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: str) -> None:
-    """Weights and logs within 1e-12, and the same in all processes: clipping and accumulation included.
-
-    Three have shares 15, 6, 3 in 5, 1 and 2 passes of a plan that leaves a fourth device out.
-    """
+    """Weights and logs within 1e-12, and the same in all processes: clipping and accumulation included."""
     first, *others = proofs(group)
     assert first["engine"] == "multiworker"
     assert first[case]["weights"] <= 1e-12
@@ -78,7 +72,10 @@ def test_processes_learn_what_one_device_learns(proofs: Any, group: str, case: s
 
 @pytest.mark.parametrize("case", ["forced", "by rule"])
 def test_processes_whose_shares_change_learn_what_one_device_learns(proofs: Any, case: str) -> None:
-    """Within 1e-12 after 42 steps or 140: with changes after every fifth, in passes, clipped; and as the rule says."""
+    """Within 1e-12 after 42 steps or 140: with changes after every fifth, weights, clipped; and as the rule says.
+
+    Three begin with shares 15, 6, 3 in 5, 1 and 2 passes of a plan that leaves a fourth device out.
+    """
     first, *others = (found[case] for found in proofs("group of 3"))
     assert first["weights"] <= 1e-12
     assert first["logs"] <= 1e-12
@@ -117,13 +114,6 @@ def test_processes_shuffle_in_the_same_order(proofs: Any) -> None:
     """A shuffling fit ends with the same loss and metrics in every process."""
     first, second = (found["users"]["shuffled"] for found in proofs("group of 2"))
     assert first == second
-
-
-def test_processes_evaluate_and_predict_as_one_device(proofs: Any) -> None:
-    """Each process has the metrics of all rows, and predicts all of them."""
-    for found in proofs("group of 2"):
-        assert found["evaluate"]["logs"] <= 1e-12
-        assert found["evaluate"]["predict"] <= 1e-12
 
 
 def test_evaluate_and_predict_are_those_of_one_device(proofs: Any) -> None:
@@ -222,7 +212,7 @@ def test_limits_and_processes_that_a_training_does_not_have_are_said_once(proofs
 
 def test_batches_that_are_not_the_plans_are_noted_once(proofs: Any) -> None:
     """For each model, whether arrays or a dataset's own batches; the plan's own aren't noted, unless data are fewer."""
-    first, arrays, dataset, second, small = proofs("towers")[0]["noted"]
+    small, first, arrays, dataset, second = proofs("towers")[0]["noted"]
     assert first == second == "turn"
     assert "The data have 20 rows, fewer than the plan's global batch of 24" in small
     assert "Batches of 20 samples are trained, not the plan's 24" in arrays
@@ -272,7 +262,7 @@ def test_statistics_over_a_pass_are_said(proofs: Any) -> None:
     assert len(said) == 2
 
 
-TRAINED: dict[str, set[str]] = {"towers": {"xla"}, "group of 2": {"sum", "mask", "own loss"}}
+TRAINED: dict[str, set[str]] = {"towers": {"xla"}, "group of 2": set()}
 
 
 @pytest.mark.parametrize(("engine", "trained"), TRAINED.items())
@@ -297,11 +287,6 @@ def test_what_an_engine_does_otherwise_is_warned_of(proofs: Any, engine: str) ->
         assert {name: len(sentences) for name, sentences in found.items()} == {
             name: int(name in WARNED[engine]) for name in found
         }
-
-
-def test_half_precision_differs_by_rounding(proofs: Any) -> None:
-    """mixed_bfloat16, against one device after seven steps."""
-    assert all(process["rounding"] < 0.02 for process in proofs("group of 2"))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +325,7 @@ def found(proofs: Any) -> dict[str, Any]:
     [
         *[("towers", case) for case in ("own loss", "own test, own predict", "watched", "without training", "frozen")],
         *[("towers", case) for case in ("single vectors", "single samples, rebatched, instance", "eager")],
-        *itertools.product(("towers", "chief"), ("added", "sparse")),
+        *[(process, "added, sparse") for process in ("towers", "chief")],
         *[("chief", case) for case in ("assigned", "validated, single samples, instance", "own predict")],
     ],
 )
@@ -353,7 +338,7 @@ def test_a_split_does_with_a_users_model_what_one_device_does(found: Any, proces
     assert found[process][case]["logs"] <= 1e-12
 
 
-@pytest.mark.parametrize("case", ["own predict", "added", "assigned", "validated, single samples, instance", "sparse"])
+@pytest.mark.parametrize("case", ["own predict", "added, sparse", "assigned", "validated, single samples, instance"])
 def test_a_worker_has_what_its_chief_has(found: Any, case: str) -> None:
     """TF_CONFIG with a chief and a worker; the same weights and figures, a single row in a batch included."""
     assert [found[kind]["rank"] for kind in ("chief", "worker")] == [0, 1]

@@ -18,7 +18,7 @@ CASES = [
     *("metrics of batches, maxima, x and a layer", "confusion matrices and weights", "losses of single outputs"),
     *("large outputs", "evaluate alone, figures of batches, asked again, steps_per_epoch"),
     *("evaluate alone, without weights", "stop by a figure, EarlyStopping, stop in one process, after an epoch"),
-    *("checkpoints", "weights of small kinds", "ragged rows", "pandas"),
+    *("checkpoints", "weights of small kinds, pandas", "ragged rows"),
 ]
 
 
@@ -33,8 +33,6 @@ def proofs(keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize("case", CASES)
 def test_a_group_does_what_one_process_does(proofs: Any, case: str) -> None:
     """Weights and all that a program reads, within 1e-12; the second process has the same to the last bit."""
-    if case == "pandas":
-        skip_without("pandas")
     first, second = (found[case] for found in proofs("group"))
     assert first["weights"] <= 1e-12
     assert first["logs"] <= 1e-12
@@ -65,17 +63,18 @@ def test_another_engine_than_the_measured_one_is_said_and_not_compared_with(proo
 
 def test_the_loss_scale_falls_and_grows_as_on_one_device(proofs: Any) -> None:
     """Where the whole batch's gradient overflows a half, and only there."""
-    for found in proofs("group"):
-        many, one = found["half"]
-        assert many == one
-        assert len(set(one)) > 3
+    first, second = (found["half"] for found in proofs("group"))
+    many, one = first["scales"]
+    assert first["apart"] < 0.02
+    assert many == one == second["scales"][0]
+    assert len(set(one)) > 3
 
 
 def test_the_noise_scale_is_that_of_the_rows_own_gradients(proofs: Any) -> None:
     """In each step; equal in all processes. Weights are bit for bit those of a training without it."""
     first, second = (found["noise"] for found in proofs("group"))
     assert first == second
-    assert first["steps"] > 90
+    assert first["steps"] > 40
     assert first["off"] < 1e-6
     assert first["learned"][0] == first["learned"][1]
 
@@ -90,7 +89,7 @@ def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_
     assert {path.name for path in tmp_path.rglob("*.*")} >= {"latest.weights.h5", "training_metadata.json"}
     first, second = keras_ranks(*program, 0, roles=("worker", "worker"))
     assert first["apart"] <= 1e-12
-    assert second["apart"] <= 1e-12
+    assert first["learned"] == second["learned"]
     assert first["epochs"] == second["epochs"] == 3
     assert first["whole"]
     assert "model.keras" in first["files"]

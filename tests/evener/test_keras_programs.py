@@ -51,7 +51,7 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
     def ask(name: str) -> list[Any]:
         engines = next(engines for engines in SAMPLES if name in engines)
         roles = ("worker",) * 2 if "multiworker" in name else ()
-        given = list(engines), list(SAMPLES[engines]), "one row"
+        given = list(engines), list(SAMPLES[engines]), "one row", False
         return keras_ranks("tests.support.keras_programs.run_all", *given, roles=roles)
 
     return Answers(ask)

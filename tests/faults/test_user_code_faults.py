@@ -23,16 +23,15 @@ pytestmark = [pytest.mark.slow, two_cores]
 
 BUILD = """
 def build():
-    import keras
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    import torch
+    model = torch.nn.Linear(4, 2)
     {extra}
-    model.compile("sgd", "mse", jit_compile=False)
-    return model
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss()
 
 def sample_batch(n):
-    import numpy as np
+    import torch
     {batch}
-    return np.zeros((n, 4), "float32"), np.zeros((n, 2), "float32")
+    return torch.zeros(n, 4), torch.zeros(n, 2)
 """
 
 
@@ -40,15 +39,16 @@ def sample_batch(n):
     ("extra", "batch", "words"),
     [
         ("raise ValueError('no such dataset')", "pass", "train.py:5: ValueError: no such dataset"),
-        ("pass", "raise KeyError('labels')", "train.py:11: KeyError: 'labels'"),
+        ("pass", "raise KeyError('labels')", "train.py:10: KeyError: 'labels'"),
     ],
 )
 def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: str, batch: str, words: str) -> None:
-    """While the model is built, and while a batch is made."""
-    skip_without("tensorflow")
+    """While the model is built, and while a batch is made; of Keras' models in tests/workloads/test_keras_workloads."""
+    skip_without("torch")
     source = tmp_path / "train.py"
     source.write_text(BUILD.format(extra=extra, batch=batch))
-    session = Session(open_run(Request(devices="cpu/2:0", workload=f"{source}:build", budget_seconds=30.0)))
+    request = Request(devices="cpu/2:0", workload=f"{source}:build", framework="torch", budget_seconds=30.0)
+    session = Session(open_run(request))
     with pytest.raises(EvenerError) as fault:
         list(session.events())
     session.close()

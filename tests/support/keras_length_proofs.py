@@ -11,7 +11,7 @@ from keras import layers, optimizers
 
 from evener.errors import EvenerError
 from evener.keras_split import Split
-from tests.support.keras_twice import train_twice
+from tests.support.keras_twice import set_seed, train_twice
 
 RANDOM = np.random.default_rng(5)
 STEPS, BATCH = 16, 24
@@ -33,7 +33,7 @@ def convolution(optimizer: Any, padding: str = "causal", **compiled: Any) -> Any
 
 
 def _made(inner: list[Any], optimizer: Any, **compiled: Any) -> Any:
-    keras.utils.set_random_seed(3)
+    set_seed()
     model = keras.Sequential([keras.Input((None,)), *inner, layers.Dense(5, activation="softmax")])
     model.compile(optimizer, "sparse_categorical_crossentropy", **compiled)
     return model

@@ -14,7 +14,7 @@ from evener.keras_split.group import GroupNoise
 from evener.learning.noise_scale import NoiseWindow, separate
 from tests.support.keras_twice import digest, seeded
 
-ROWS, BATCH = 1003, 8
+ROWS, BATCH = 515, 8
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(ROWS, 4))
 Y = X.sum(1, keepdims=True) + 2 * RANDOM.normal(size=(ROWS, 1))

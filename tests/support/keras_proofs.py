@@ -31,7 +31,7 @@ from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, make_layout
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
-from tests.support.keras_twice import count_traces, leave_graphs_alone, train_twice, with_variables
+from tests.support.keras_twice import count_traces, leave_graphs_alone, set_seed, train_twice, with_variables
 
 BATCH = 24
 RANDOM = np.random.default_rng(7)
@@ -60,14 +60,15 @@ def network(
     loss: Any = "sparse_categorical_crossentropy",
     extra: Any = (),
     pictures: bool = False,
+    base: Any = keras.Sequential,
     **compiled: Any,
 ) -> Any:
     """Two dense layers, behind a convolution and pooling for `pictures`; `extra` goes before the dense ones."""
-    keras.utils.set_random_seed(3)
+    set_seed()
     regularizer = compiled.pop("regularizer", None)
     seen = [layers.Conv2D(4, 3, activation="relu", kernel_regularizer=regularizer), layers.MaxPooling2D()]
     activity = compiled.pop("activity", None)
-    model = keras.Sequential(
+    model = base(
         [
             keras.Input((8, 8, 1)),
             *(seen if pictures else ()),
@@ -81,17 +82,17 @@ def network(
     return model
 
 
-def masked_network() -> Any:
+def masked_network(optimizer: Any = None) -> Any:
     """Padded words whose mask reaches the loss; the embedding's gradient is sparse, with rows that repeat."""
-    keras.utils.set_random_seed(3)
+    set_seed()
     model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4, mask_zero=True), layers.Dense(1)])
-    model.compile(optimizers.Adam(0.01), "mse")
+    model.compile(optimizer or optimizers.Adam(0.01), "mse")
     return model
 
 
 def embedding_network() -> Any:
     """Words of which many come more than once in a batch: a sparse gradient with rows that repeat."""
-    keras.utils.set_random_seed(3)
+    set_seed()
     model = keras.Sequential([keras.Input((6,)), layers.Embedding(11, 4), layers.Flatten(), layers.Dense(1)])
     model.compile(optimizers.Adam(0.01), "mse")
     return model
@@ -99,7 +100,7 @@ def embedding_network() -> Any:
 
 def two_headed_network() -> Any:
     """Named outputs, a loss and weight for each, and its own metrics."""
-    keras.utils.set_random_seed(3)
+    set_seed()
     image = keras.Input((8, 8, 1), name="image")
     flat = layers.Flatten()(image)
     outputs = {
@@ -116,22 +117,28 @@ def two_headed_network() -> Any:
     return model
 
 
-def compare_totals(split: Split) -> dict[str, Any]:
-    """As `compare` for two outputs, but what is shown of a single output's loss is left out."""
-
-    x, y = {"image": X}, {"kind": Y, "size": X.mean((1, 2))}
-
-    def train(model: Any) -> Any:
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
-        return {name: figures for name, figures in history.items() if name not in ("kind_loss", "size_loss")}
-
-    return train_twice(split, lambda: with_variables(two_headed_network(), x, y), train)
-
-
 def compare(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
-    """Fit the same data twice: by Keras alone on one device, and by the split."""
-    options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **fitted}
-    return train_twice(split, lambda: with_variables(make(), x, y), lambda model: model.fit(x, y, **options).history)
+    """Fit the same data twice: by Keras alone on one device, and by the split.
+
+    Keras alone has batches of a dataset, which take it less time to prepare than arrays, unless it weighs classes.
+    """
+    options = {"epochs": 2, "verbose": 0}
+    arrays = {"batch_size": BATCH, "shuffle": False, **fitted, **options}
+    held = {"validation_data": batches(*fitted["validation_data"])} if "validation_data" in fitted else {}
+
+    def run(model: Any) -> Any:
+        return model.fit(x, y, **arrays).history
+
+    def alone(model: Any) -> Any:
+        return model.fit(batches(x, y, fitted.get("sample_weight")), **held, **options).history
+
+    rival = run if "class_weight" in fitted else alone
+    return train_twice(split, lambda: with_variables(make(), x, y), run, rival)
+
+
+def batches(*rows: Any) -> Any:
+    """(x, y, weight) as a dataset of batches, without what is None."""
+    return tf.data.Dataset.from_tensor_slices(tuple(each for each in rows if each is not None)).batch(BATCH)
 
 
 def splits(engine: str) -> dict[str, Split]:
@@ -172,9 +179,7 @@ def exact_cases(by: dict[str, Split]) -> dict[str, Callable[[], dict[str, float]
         "activity, weighted mean, three steps per execution": lambda: compare(
             by["3:1"], lambda: network(sgd(), **several), X, Y, sample_weight=WEIGHTS
         ),
-        "masked embedding": lambda: compare(
-            three, masked_network, WORDS[:ONE_OVER], np.cos(WORDS[:ONE_OVER])[..., None]
-        ),
+        "masked embedding, dataset": lambda: from_dataset(three),
         "two heads": lambda: compare(by["3:1"], two_headed_network, {"image": X}, pair),
     }
 
@@ -260,7 +265,8 @@ def half(split: Split) -> dict[str, float]:
     """mixed_float16: near one device; an overflow on the second device alone skips the step and halves the scale."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        one, many = rules()["sgd"](), split.build(rules()["sgd"])
+        make = lambda: network(optimizers.SGD(0.1))  # noqa: E731
+        one, many = make(), split.build(make)
     finally:
         keras.config.set_dtype_policy("float64")
     for model in (one, many):
@@ -275,9 +281,10 @@ def half(split: Split) -> dict[str, float]:
 
 
 def from_dataset(split: Split) -> dict[str, Any]:
-    """The user's own tf.data pipeline, of batches of any size."""
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(17)
-    make = lambda: with_variables(rules()["adam"](), X, Y)  # noqa: E731
+    """The user's own tf.data pipeline, of batches of any size; the last is a single row."""
+    words, aims = WORDS[: 8 * 17 + 1], np.cos(WORDS[: 8 * 17 + 1])[..., None]
+    data = tf.data.Dataset.from_tensor_slices((words, aims)).batch(17)
+    make = lambda: with_variables(masked_network(), words, aims)  # noqa: E731
     return train_twice(split, make, lambda model: model.fit(data, epochs=2, verbose=0).history)
 
 
@@ -298,7 +305,7 @@ def reported(split: Split, folder: str) -> dict[str, Any]:
             seen.extend(own_reports())
 
     os.environ["XDG_RUNTIME_DIR"] = folder
-    model = split.build(rules()["sgd"])
+    model = split.build(dense)
     model.fit(X, Y, epochs=1, verbose=0, callbacks=[Report(split, samples=ROWS), Watch()])
     last = seen[-1]
     return {
@@ -373,21 +380,15 @@ def uncompiled() -> Any:
 class OwnLoss(keras.Sequential):
     """A model with a compute_loss of its own."""
 
-    def compute_loss(self, *given: Any, **words: Any) -> Any:
-        """As the base class."""
-        return super().compute_loss(*given, **words)
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        """What is compiled, and the outputs' squares."""
+        own = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return own + keras.ops.mean(y_pred**2)
 
 
 def root(y: Any, outputs: Any) -> Any:
     """A loss that isn't a mean over rows."""
     return tf.sqrt(tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, outputs)))
-
-
-def own_loss() -> Any:
-    """A compiled model with its own loss."""
-    model = OwnLoss([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, activation="softmax")])
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    return model
 
 
 def stateful() -> Any:
@@ -398,10 +399,9 @@ def stateful() -> Any:
 
 
 ALWAYS_TRIED = ("own step", "uncompiled", "small batch", "stateful")
-PARTIAL_LOSS = ("sum", "executions", "mask", "own loss", "validation split", "generator")  # what towers train
 TRIED = {
     "towers": (*ALWAYS_TRIED, "synchronized", "xla"),
-    "multiworker": (*ALWAYS_TRIED, *PARTIAL_LOSS, "root", "eager"),
+    "multiworker": (*ALWAYS_TRIED, "executions", "validation split", "generator", "root", "eager"),
 }
 
 
@@ -410,19 +410,15 @@ def refusals(split: Split) -> dict[str, str]:
     sgd = optimizers.SGD
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
     normal = layers.BatchNormalization
-    total = losses.SparseCategoricalCrossentropy(reduction="sum")
     tried: dict[str, Callable[[], Any]] = {
         "own step": fit_once(split, own_step),
         "uncompiled": fit_once(split, uncompiled),
         "small batch": fit_once(split, dense, batch_size=1),
         "root": fit_once(split, lambda: network(sgd(), loss=root)),
-        "sum": fit_once(split, lambda: network(sgd(), loss=total)),
         "executions": fit_once(split, lambda: network(sgd(), steps_per_execution=2)),
         "xla": fit_once(split, lambda: network(sgd(), jit_compile=True)),
         "synchronized": fit_once(split, lambda: network(sgd(), extra=[normal(synchronized=True)])),
-        "mask": lambda: split.build(masked_network).fit(WORDS[:BATCH], WORDS[:BATCH, :, None], verbose=0),
         "stateful": fit_once(split, stateful),
-        "own loss": fit_once(split, own_loss),
         "validation split": fit_once(split, dense, validation_split=0.5),
         "eager": fit_once(split, lambda: network(sgd(), run_eagerly=True)),
         "generator": lambda: split.build(dense).fit(iter(data), verbose=0),
@@ -451,18 +447,6 @@ def said_before(split: Split, make: Make) -> list[str]:
         warnings.simplefilter("always")
         split.build(make).make_train_function()
     return [str(each.message) for each in seen if each.category is SplitWarning]
-
-
-def rounding(split: Split) -> float:
-    """How far mixed_bfloat16 is from one device."""
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        one, many = rules()["sgd"](), split.build(rules()["sgd"])
-    finally:
-        keras.config.set_dtype_policy("float64")
-    for model in (one, many):
-        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
-    return max(float(np.abs(a - b).max()) for a, b in zip(one.get_weights(), many.get_weights(), strict=True))
 
 
 def requests() -> dict[str, str]:
@@ -510,14 +494,14 @@ def main(engine: str, folder: str) -> dict[str, Any]:
     make_logical_cpus(3)
     by = splits(engine)
     cases: dict[str, Callable[[], Any]] = exact_cases(by)
-    found: dict[str, Any] = {name: cases.pop(name)() for name in REWRITTEN} | {"half": half(by["3:1"])}
+    found: dict[str, Any] = {name: cases.pop(name)() for name in REWRITTEN}
     leave_graphs_alone()
+    cases["half"] = lambda: half(by["3:1"])
     cases["batch normalization"] = lambda: batch_normalization(by["3:1"])
     cases["dropout"] = lambda: dropout(by["3:1"])
     cases["ratios form"] = lambda: ratios_form(folder)
     cases["passes"] = in_passes
     cases["evaluate"] = lambda: evaluated(by["3:1"])
-    cases["dataset"] = lambda: from_dataset(by["3:1"])
     cases["reported"] = lambda: reported(by["5:0:1"], folder)
     cases["placed"] = lambda: placed(by["5:2:1"])
     cases["epoch rows"] = lambda: epoch_rows(by["3:1"])
@@ -546,30 +530,35 @@ def gpu_cases() -> dict[str, Any]:
 
 
 def active(**optimizer: Any) -> Any:
-    """A model with a loss on a layer's outputs."""
-    return network(optimizers.SGD(0.1, **optimizer), activity=keras.regularizers.L2(0.01))
+    """A model with a loss on a layer's outputs, and a loss that is a sum over rows."""
+    total = losses.SparseCategoricalCrossentropy(reduction="sum")
+    return network(optimizers.SGD(0.01, **optimizer), loss=total, activity=keras.regularizers.L2(0.01))
 
 
-def synchronized() -> Any:
+def synchronized(**words: Any) -> Any:
     """A model whose normalization is over the whole batch, and whose weights decay."""
     adamw = optimizers.AdamW(0.01, weight_decay=0.1)
-    return network(adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)])
+    return network(adamw, regularizer="l2", extra=[layers.BatchNormalization(synchronized=True)], **words)
 
 
 def evaluated(split: Split) -> dict[str, float]:
     """evaluate and predict of the split's model against the same weights on one device."""
-    many, one = split.build(rules()["sgd"]), rules()["sgd"]()
-    first = one.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)
+    make = lambda: network(optimizers.SGD(0.1))  # noqa: E731
+    many, one = split.build(make), make()
+    first = one.evaluate(batches(X, Y, WEIGHTS), verbose=0)
     second = many.evaluate(X, Y, sample_weight=WEIGHTS, verbose=0)
-    drift = np.abs(one.predict(X, verbose=0) - many.predict(X, verbose=0)).max()
+    drift = np.abs(one.predict(batches(X), verbose=0) - many.predict(X, verbose=0)).max()
     return {"logs": float(np.abs(np.subtract(first, second)).max()), "predict": float(drift)}
 
 
-def compare_dataset(split: Split, make: Make) -> dict[str, Any]:
-    """Whole batches from `split.data`, of which each process takes its rows."""
-    fit = lambda model: model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history  # noqa: E731
-    ready = lambda: with_variables(make(), X, Y)  # noqa: E731
-    return train_twice(split, ready, lambda model: model.fit(split.data(X, Y), epochs=2, verbose=0).history, rival=fit)
+def compare_dataset(split: Split) -> dict[str, Any]:
+    """Whole batches of words from `split.data`, of which each process takes its rows; their mask reaches the loss."""
+    rows = WORDS, np.cos(WORDS)[..., None]
+    make = lambda: with_variables(masked_network(optimizers.SGD(0.1)), *rows)  # noqa: E731
+    fit = lambda model, data: model.fit(data, epochs=2, verbose=0).history  # noqa: E731
+    return train_twice(
+        split, make, lambda model: fit(model, split.data(*rows)), lambda model: fit(model, batches(*rows))
+    )
 
 
 def limits() -> list[str]:
@@ -594,11 +583,11 @@ def noted(split: Split) -> list[str]:
         warnings.simplefilter("always")
         first.fit(X, Y, verbose=0)
         first.fit(singles, verbose=0)
+        first.fit(X[:20], Y[:20], verbose=0)
         for _ in range(2):
             warnings.warn("turn", stacklevel=1)
             first.fit(X, Y, batch_size=20, verbose=0)
             second.fit(singles.batch(20).prefetch(1), verbose=0)
-        split.build(dense).fit(X[:20], Y[:20], verbose=0)
     return [str(each.message) for each in seen if each.category is SplitWarning or str(each.message) == "turn"]
 
 
@@ -638,39 +627,39 @@ def group_cases() -> dict[str, Any]:
     three = sum(map(len, config["cluster"].values())) == 3
     plan = make_plan(15, 6, 0, 3, micros=(3, 6, 0, 2)) if three else make_plan(18, 6)
     split = Split(plan, rebalance=three)
-    clipped = lambda: network(  # noqa: E731
-        optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1), regularizer="l2", pictures=not three
-    )
-    accumulated = lambda: active(gradient_accumulation_steps=2)  # noqa: E731
     x, y, weights, held = X[:ONE_OVER], Y[:ONE_OVER], WEIGHTS[:ONE_OVER], (X[:40], Y[:40])
     if not three:
         divisions.WORTH_BYTES = 0  # the gradients of small models in two sums, too
     found = {"sums": sums(split), "engine": split.engine}
     if three:
-        found["passes"] = compare(split, clipped, x, y, sample_weight=weights, validation_data=held)
         adamw = lambda: network(  # noqa: E731
             optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.1), regularizer="l2"
         )
-        found["forced"] = keras_rebalance_proofs.forced(split, adamw, x, y)
+        found["forced"] = keras_rebalance_proofs.forced(split, adamw, x, y, sample_weight=weights, validation_data=held)
         adam = lambda slow: network(optimizers.Adam(0.01), extra=[slow])  # noqa: E731
         found["by rule"] = keras_rebalance_proofs.by_rule(split, adam, X, Y)
         group = split.required_group
         return found | {
             "one that rebalances": said(lambda: check_options({"rebalance": group.rank == 1, "noise": True}, group))
         }
+    clipped = lambda: network(  # noqa: E731
+        optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.1), regularizer="l2", pictures=True
+    )
+    accumulated = lambda: active(gradient_accumulation_steps=2)  # noqa: E731
     classes = {0: 0.5, 1: 2.0, 3: 1.5}
     return found | {
         "clipped momentum L2 weights one row": compare(
             split, clipped, x, y, validation_data=held, class_weight=classes
         ),
-        "activity accumulation weights one row": compare(split, accumulated, x, y, sample_weight=weights),
-        "dataset": compare_dataset(split, rules()["adam"]),
-        "evaluate": evaluated(split),
-        "two heads": compare_totals(split),
+        "sum activity accumulation weights one row": compare(split, accumulated, x, y, sample_weight=weights),
+        "masked dataset": compare_dataset(split),
         "warned": warned(split),
-        "rounding": rounding(split),
-        "adamw L2 synchronized weights two rows": compare(
-            split, synchronized, X[: ONE_OVER + 1], Y[: ONE_OVER + 1], sample_weight=WEIGHTS[: ONE_OVER + 1]
+        "adamw L2 synchronized own loss weights two rows": compare(
+            split,
+            lambda: synchronized(base=OwnLoss),
+            X[: ONE_OVER + 1],
+            Y[: ONE_OVER + 1],
+            sample_weight=WEIGHTS[: ONE_OVER + 1],
         ),
         "refusals": refusals(split),
         "users": keras_users.group(),

@@ -17,7 +17,7 @@ from evener.keras_split.rebalancing import ChangingCut
 from evener.live import reporter as live
 from evener.live.reporter import read_trainings
 from evener.training.rebalance import Change
-from tests.support.keras_twice import train_twice
+from tests.support.keras_twice import train_twice, with_variables
 
 SHARES, MICROS = (15, 6, 3), (3, 6, 2)  # of the plan
 SHARE_SECONDS = 0.024  # that the rows of each share take, by a clock that only rows move
@@ -63,16 +63,17 @@ class SlowRows(keras.layers.Layer):
         return tf.numpy_function(lambda: np.float64(self.now), [], tf.float64)
 
 
-def forced(split: Split, make: Make, x: Any, y: Any) -> dict[str, Any]:
+def forced(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str, Any]:
     """Six epochs, changed after every fifth step, with short batches and passes, against one device."""
+    options = {"batch_size": 24, "epochs": 6, "shuffle": False, "verbose": 0, "validation_freq": 3, **fitted}
 
     def fit(model: Any) -> Any:
         if hooks := getattr(model.fit, "hooks", None):
             change_back(split)
             hooks.engine.rebalancing._rule = Scripted()
-        return model.fit(x, y, batch_size=24, epochs=6, shuffle=False, verbose=0).history
+        return model.fit(x, y, **options).history
 
-    found = train_twice(split, make, fit)
+    found = train_twice(split, lambda: with_variables(make(), x, y), fit)
     return found | {"shares": split.shares}
 
 

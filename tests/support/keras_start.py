@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -69,10 +70,17 @@ def _read(process: subprocess.Popen[str], seconds: float) -> Any:
 
 
 def save(folder: Path, rank: int, function: str, *arguments: Any) -> None:
-    """What a function of a module returns to one rank, as JSON."""
+    """What a function of a module returns to one rank, as JSON.
+
+    It waits for the rest of its group, which may still read the last sum from this process.
+    """
     module, _, name = function.rpartition(".")
     found = getattr(import_module(module), name)(rank, *arguments)
     (folder / f"{rank}.json").write_text(json.dumps(found))
+    cluster = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+    ranks = range(sum(map(len, cluster.values())))
+    while not all((folder / f"{each}.json").exists() for each in ranks):
+        time.sleep(0.01)
 
 
 class Answers:

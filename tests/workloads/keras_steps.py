@@ -12,12 +12,12 @@ import numpy as np
 from evener.balancer.probes.failures import error_is_memory, one_line
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
-from evener.workloads.keras_backend.models import maxer
+from evener.workloads.keras_backend import models
 from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
 from tests.support.keras_twice import count_traces, leave_graphs_alone
-from tests.workloads.keras_placed_proof import placed
+from tests.workloads.keras_placed_proof import count_parameters, placed
 
 OWN = """
 import keras
@@ -94,6 +94,7 @@ def sample_batch(n):
     return np.ones((n, 7)), np.zeros((n, 1))
 """
 )
+NO_BATCH = SAMPLED.replace("    return np.ones((n, 7)), np.zeros((n, 1))", "    raise KeyError('labels')")
 SHORT = SAMPLED.replace("np.ones((n, 7))", "np.ones((n - 1, 7))")
 
 
@@ -224,14 +225,15 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         "gru": losses(build("keras_gru", settings=gru), (4,), 2),
         "bad cudnn": attempt(lambda: build("keras_gru", settings={"use_cudnn": "maybe"})),
         "no share": attempt(lambda: workload.prepare((0,))),
-        "maxer": count_maxer(),
+        "maxer": count_parameters(models.maxer),
         "limits": kernel_limits(),
         "lost": lose(folder),
         "own": {
             name: attempt(own(folder, OWN, name))
             for name in ("plain", "stack", "open_shape", "wrong_build", "uncompiled", "nothing")
         },
-        "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")},
+        "own sampled": {name: attempt(own(folder, SAMPLED, name)) for name in ("lazy", "wrong_call", "wrong_loss")}
+        | {"no batch": attempt(own(folder, NO_BATCH, "lazy"))},
         "fed": {name: attempt(fed(folder, name)) for name in FEEDS},
         "own short": attempt(own(folder, SHORT, "lazy")),
     }
@@ -273,15 +275,6 @@ def kernel_limits() -> dict[str, Any]:
         "refused": refused,
         "open": largest_rows(open_model),
     }
-
-
-def count_maxer() -> int:
-    """The parameters of the seed's network, in half precision to spare the memory."""
-    keras.config.set_dtype_policy("float16")
-    try:
-        return int(maxer().count_params())
-    finally:
-        keras.config.set_dtype_policy("float32")
 
 
 def together(_rank: int, folder: str) -> dict[str, Any]:

@@ -153,10 +153,16 @@ def test_a_users_function_that_gives_no_model(seen: Any, name: str, says: str) -
     assert "\n" not in words
 
 
-@pytest.mark.parametrize(("name", "line"), [("wrong_build", "    return keras.layers.Dense(-3)")])
-def test_a_users_error_names_their_line(seen: Any, name: str, line: str) -> None:
-    """The file and the line in it."""
-    where = seen("alone")[0]["own"][name].split(": ")[1]
+@pytest.mark.parametrize(
+    ("part", "name", "line"),
+    [
+        ("own", "wrong_build", "    return keras.layers.Dense(-3)"),
+        ("own sampled", "no batch", "    raise KeyError('labels')"),
+    ],
+)
+def test_a_users_error_names_their_line(seen: Any, part: str, name: str, line: str) -> None:
+    """The file and the line in it, while a model is built and while a batch is made."""
+    where = seen("alone")[0][part][name].split(": ")[1]
     path, _, number = where.rpartition(":")
     assert Path(path).read_text().splitlines()[int(number) - 1] == line
 
