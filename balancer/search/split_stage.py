@@ -76,10 +76,8 @@ class SplitStage:
         tried = self._seen.in_stage("split")
         failed = sum(1 for seen in tried if isinstance(seen, Failed))
         used = len(tried) + len(self._seen.in_stage("rest"))
-        if (
-            len(self._model.live) < 2 or used >= MOST_TURNS or failed >= TRIES
-        ):  # a network that fails takes minutes each time
-            return None
+        if len(self._model.live) < 2 or used >= MOST_TURNS or failed >= TRIES:
+            return None  # a network that fails takes minutes each time
         wanted = self._predictions.fastest_split
         if wanted is None or not self._gains(wanted):
             return None
