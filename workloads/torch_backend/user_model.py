@@ -167,7 +167,7 @@ def _from_trainer(trainer: Any) -> Recipe:
     def check_loss() -> None:
         """Ask for the last loss after a backward pass, as the trainer does: the next pass isn't queued before."""
         if trainer.args.logging_nan_inf_filter and losses:
-            torch.isfinite(losses.pop()).item()
+            bool(torch.isnan(loss := losses.pop()) or torch.isinf(loss))
         losses.clear()
 
     def finish(*_: Any) -> None:
@@ -180,6 +180,9 @@ def _from_trainer(trainer: Any) -> Recipe:
 
     def compute(batch: Any) -> Any:
         check_loss()
+        trainer.model.train()  # the trainer does this, and counts labels, before each pass, while its GPU waits
+        if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):
+            labels.ne(-100).sum().to(trainer.args.device)
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
         losses.append(loss.detach())
