@@ -9,6 +9,7 @@ the others waiting for little is left out of a round.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -40,12 +41,9 @@ class SoloStage:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next batch for every device that matters, at last in passes where that may help; empty when over."""
-        return self._next_round() or self._next_in_passes()
+        return self._first_rounds() or self._hopeful_round() or self._next_in_passes()
 
     # ------------------------------------------------------------------ a round
-
-    def _next_round(self) -> tuple[Probe, ...]:
-        return self._first_rounds() or self._hopeful_round()
 
     def _first_rounds(self) -> tuple[Probe, ...]:
         """One of two small batches on each device."""
@@ -98,8 +96,7 @@ class SoloStage:
         if not batches:
             return self._cheap_round()
         longest = max(self._seconds(i, batch) for i, batch in batches.items())
-        gain = self._expected_gain(wanted)
-        if not self._budget.pays(gain, longest):
+        if not self._budget.pays(self._expected_gain(wanted), longest):
             return self._cheap_round()
         return self._round(self._with_the_others(batches))
 
@@ -133,9 +130,7 @@ class SoloStage:
             return 0
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - TIE) * max(rates))
-        gaps = pairwise(p.batch for p in points[max(0, best - 1) : best + 2])
-        low, high = max(gaps, key=lambda gap: gap[1] / gap[0], default=(1, 1))
-        return (low + high) // 2 // self._quantum * self._quantum if high > WIDE * low else 0
+        return self._middle_of_widest([p.batch for p in points[max(0, best - 1) : best + 2]], WIDE)
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
@@ -224,8 +219,7 @@ class SoloStage:
             for i in self._model.live
             if (curve := self._straight[i])
         ]
-        ran = [self._in_passes(one) for one in ran]
-        known = self._fastest(ran)
+        known = self._fastest([self._in_passes(one) for one in ran])
         if known is None:
             return math.inf
         error = max(curve.error for i in self._model.live if (curve := self._straight[i]))
@@ -271,11 +265,12 @@ class SoloStage:
     def _widest_gap(self, position: int) -> int:
         """The middle of the widest gap between measured batches."""
         batches = sorted({p.batch for p in self._model.devices[position].alone} | {self._quantum})
-        gaps = [(high / low, low, high) for low, high in pairwise(batches)]
-        if not gaps:
-            return batches[0]
-        _, low, high = max(gaps)
-        return max(self._quantum, round((low + high) / 2) // self._quantum * self._quantum)
+        return max(self._quantum, self._middle_of_widest(batches))
+
+    def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
+        """The middle of the gap between two batches that is widest in proportion; 0 if none is so much wider."""
+        low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
+        return (low + high) // 2 // self._quantum * self._quantum if high > wider * low else 0
 
     # ------------------------------------------------------------------ the first two batches
 
@@ -308,8 +303,7 @@ class SoloStage:
     def _next_in_passes(self) -> tuple[Probe, ...]:
         """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
         wanted = self._predictions.unsure_of_passes.items()
-        probes = [probe for i, share in wanted if (probe := self._probe_in_passes(i, share))]
-        return tuple(probes)
+        return tuple(probe for i, share in wanted if (probe := self._probe_in_passes(i, share)))
 
     def _probe_in_passes(self, position: int, share: int) -> Probe | None:
         model, quantum = self._model, self._quantum
