@@ -167,8 +167,9 @@ class Exchange:
         self._hidden_task = -1
 
     def _listen(self) -> None:
-        """Have parameters say that their gradients have come; where there were none before, one sees that anyway."""
-        self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
+        """Have parameters say that their gradients have come, if there are some already; else one sees it anyway."""
+        if not self._hooks and (self._alone or self._order is not None or self.has_gradients()):
+            self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
         """A backward pass begins, or goes on."""
@@ -188,8 +189,7 @@ class Exchange:
             _open[self] = task
             self._armed, self._sync, self._unsent, self._came = True, False, True, set()
             self._arrived.clear()
-            if not self._hooks and self.has_gradients():
-                self._listen()
+            self._listen()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
         self._sync |= sync
 
@@ -308,6 +308,7 @@ class Exchange:
         self._arrived.clear()
         self._armed, self._came = self._alone, set()
         self.held.open(dependent)
+        self._listen()
         if self._alone and self.noise is not None and rows:
             self.noise.expect(rows)
 

@@ -43,7 +43,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Fuse:
-    """Where the next bomb is: forward or backward, at a layer, in a pass counted from now."""
+    """Where the next bomb is: forward or backward, at a layer or after all, in a pass counted from now."""
 
     def __init__(self) -> None:
         self.at: list[tuple[str, int, int]] = []
@@ -111,7 +111,7 @@ def place_bombs(case: Case, numbers: random.Random) -> list[tuple[str, int, int]
         return []
     count = numbers.choice((1, 1, 2))
     return [
-        (numbers.choice(("forward", "backward")), numbers.randrange(1, LAYERS), numbers.randrange(2 * case.passes))
+        (numbers.choice(("forward", "backward")), numbers.randint(1, LAYERS), numbers.randrange(2 * case.passes))
         for _ in range(count)
     ]
 
@@ -173,7 +173,8 @@ def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[in
 
     def compute(part: Any) -> torch.Tensor:
         tried.append(part.rows)
-        return F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1 if case.counted else -100)
+        scores = Bomb.apply(model(part.batch[0]), model.module.fuse, LAYERS)
+        return F.cross_entropy(scores, part.batch[1], ignore_index=1 if case.counted else -100)
 
     def count(part: Any) -> Any:
         return (part.batch[1] != 1).sum()
