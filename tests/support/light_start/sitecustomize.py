@@ -2,7 +2,8 @@
 
 Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through them all takes a
 sixth of its time. Large packages are hidden from Keras while it is imported: it looks for them, and the tests need
-none of what they add. Code that imports these packages itself finds them.
+none of what they add. Code that imports these packages itself finds them. PyTorch's compiler, which each optimizer
+imports only to say that it isn't to be compiled, is imported once something is compiled: a second of CPU.
 
 A step of the synthetic workload sleeps instead of spinning, and its process counts that as CPU time: tests that run
 real children for seconds leave the cores to others, and are disturbed less by them.
@@ -14,8 +15,13 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
+COMPILER = "torch._dynamo"
 HIDDEN = ("matplotlib", "pandas", "sklearn")
 
 
@@ -60,5 +66,84 @@ class RestingSteps:
             cls.slept += left
 
 
-sys.meta_path[:0] = [HiddenFromKeras, RestingSteps]
+class LatePart:
+    """A module of the compiler with what PyTorch asks of it although nothing is compiled."""
+
+    def __init__(self, compiler: LateCompiler, name: str, **given: Any) -> None:
+        vars(self).update(given, _compiler=compiler, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self._compiler.load(), self._name), name)
+
+
+class LateCompiler(ModuleType):
+    """In place of `torch._dynamo`, which is imported as soon as something else of it is asked for.
+
+    Until then nothing is compiled, so that what it is to leave alone is called as it is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self._left_alone: list[Any] = []
+        self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)  # what a process group does
+        self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks while it makes this one
+            raise AttributeError(name)
+        return getattr(self.load(), name)
+
+    def load(self) -> ModuleType:
+        """The compiler itself; what was left alone is so by its own means from here on."""
+        if sys.modules.get(COMPILER) is self:
+            LateImports.late = None
+            del sys.modules[COMPILER]
+            for each in self._left_alone:
+                vars(each).pop("__dynamo_disable", None)
+        return import_module(COMPILER)
+
+    @staticmethod
+    def graph_break(*_: Any, **__: Any) -> None:
+        """What optimizers tell it in each step."""
+
+    def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """The function as it is; PyTorch keeps it in an attribute."""
+        if function is None or sys.modules.get(COMPILER) is not self:
+            return self.load().disable(function, recursive, **options)
+        self._left_alone.append(function)
+        return function
+
+
+class Existing(Loader):
+    """Loads a module that is there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec or module.__spec__
+
+
+class LateImports:
+    """A finder that gives PyTorch's compiler late, and all of it once a part is imported."""
+
+    late: LateCompiler | None = LateCompiler()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+        if cls.late is None or not name.startswith(COMPILER):
+            return None
+        if name == COMPILER:
+            found = PathFinder.find_spec(name, path)
+            if found is not None:
+                found.loader = Existing(cls.late)
+            return found
+        cls.late.load()
+        return ModuleSpec(name, Existing(sys.modules[name])) if name in sys.modules else None
+
+
+sys.meta_path[:0] = [LateImports, HiddenFromKeras, RestingSteps]
 gc.set_threshold(50_000, 20, 100)
