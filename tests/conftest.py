@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import fcntl
 import gc
+import itertools
 import json
 import os
 import signal
@@ -108,10 +109,17 @@ def no_exported_terminal_size() -> None:
         os.environ.pop(name, None)
 
 
+@pytest.fixture(scope="session")
+def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Paths that nothing is at yet; most tests never make theirs, and need no folder of pytest's for it."""
+    folder = tmp_path_factory.mktemp("states")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """XDG_STATE_HOME in the test's own folder: no test sees or locks what another test, or a person, left."""
-    home = tmp_path / "state"
+def own_state(state_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """XDG_STATE_HOME of the test's own: no test sees or locks what another test, or a person, left."""
+    home = next(state_folders)
     monkeypatch.setenv("XDG_STATE_HOME", str(home))
     return home
 

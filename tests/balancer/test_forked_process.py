@@ -12,6 +12,7 @@ import pytest
 from evener.balancer.probes.children import Child, Inbox
 from evener.balancer.probes.fork_server import ServerProcess
 from evener.balancer.probes.protocol import STACK_SIGNAL, Ready
+from tests.support.python_path import python_path
 
 SECONDS = 60.0
 OPENS_A_GPU = """
@@ -44,7 +45,7 @@ def test_what_starts_cuda_is_not_imported_before_the_fork(
 ) -> None:
     """It was once; then the program started again without."""
     (tmp_path / "opens_a_gpu.py").write_text(OPENS_A_GPU.format(folder=str(tmp_path)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     servers.append(server := ServerProcess({}, ("opens_a_gpu",)))
     assert is_ready(server)
     assert is_ready(server)
@@ -64,7 +65,7 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
 ) -> None:
     """As from a stop right after the start: Python itself takes a moment to begin."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(0.5)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     servers.append(server := ServerProcess({}, ()))
     server.send_signal(None, STACK_SIGNAL)
     assert is_ready(server)

@@ -48,7 +48,7 @@ def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], traine
     assert same
     assert all(same)
     for found in measured:
-        assert found["rows"] == pytest.approx(truth, rel=0.15)
+        assert found["rows"] == pytest.approx(truth, rel=0.25)
         assert found["low"] < truth < found["high"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -77,6 +78,7 @@ ROWS = torch.utils.data.TensorDataset(torch.randn(64, 3, dtype=torch.float64), t
 @pytest.fixture
 def split(alone_on_the_cpu: None) -> Split:
     """One device that takes 8 rows at once."""
+    gc.freeze()  # each failed pass collects garbage, which would go through all that is imported
     return Split(ratios=[1], global_batch=8)
 
 

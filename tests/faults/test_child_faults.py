@@ -29,6 +29,7 @@ from evener.live.reporter import Training, read_trainings
 from tests.support.cores import two_cores
 from tests.support.probe_children import at_birth, list_probe_children
 from tests.support.probers import child_prober
+from tests.support.python_path import python_path
 
 HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # for children that hang
 pytestmark = two_cores
@@ -352,7 +353,7 @@ def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every server before anything of ours."""
     (tmp_path / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
 
 BABBLE = {

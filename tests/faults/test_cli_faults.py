@@ -26,6 +26,7 @@ from evener.balancer.search.decisions import Stop
 from evener.balancer.types import Observation, Timed
 from evener.plan.file import load_plan
 from evener.tui.cli import session_runner
+from tests.support.python_path import python_path
 from tests.support.quick_probes import QUICK_EVENER
 from tests.support.small_disk import fill
 
@@ -56,7 +57,7 @@ def start(state: Path) -> Iterator[Start]:
     def begin(
         *arguments: str, path: Sequence[Path] = (), command: Sequence[str] = EVENER, **keywords: Any
     ) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, HOME)))}
+        environment = {**os.environ, "PYTHONPATH": python_path(*path, HOME)}
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         running.append(subprocess.Popen([*command, *arguments], env=environment, **{**streams, **keywords}))
         return running[-1]

@@ -26,6 +26,7 @@ from evener.errors import DeviceError
 from evener.tui.app import EvenerApp
 from tests.support.probe_children import list_probe_children
 from tests.support.probers import child_prober
+from tests.support.python_path import python_path
 
 LOST = """
 import os, threading, time
@@ -83,7 +84,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     monkeypatch.setattr(InterferenceMonitor.__init__, "__defaults__", (1.0,))  # not 5 s: a quick race would be over
     if by == "SIGABRT":
         (tmp_path / "sitecustomize.py").write_text(LOST.format(flag=str(flag), gpu=double.gpus[1].uuid))
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
     failed: list[Failed] = []
 
@@ -159,7 +160,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
         gpu.total_bytes, gpu.reserved_bytes, gpu.used_bytes = 600 * MIB, 0, 0
     flag = tmp_path / "taken"
     (tmp_path / "sitecustomize.py").write_text(TAKEN.format(flag=str(flag)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 4.0, "base_ms": 20.0}
     request = Request(devices="gpu", workload="synthetic", settings=settings, budget_seconds=60.0, max_global_batch=900)
     session, raced = Session(open_run(request)), list[Event]()
@@ -304,7 +305,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
         "    import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))\n"
     )
     (tmp_path / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     monkeypatch.setenv("EVENER_TAKEN", str(flag))
     settings: dict[str, Any] = {"memory_per_sample_mib": 2.0, "base_ms": 20.0}
     request = Request(

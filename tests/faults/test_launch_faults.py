@@ -16,6 +16,7 @@ from evener.errors import PlanError
 from evener.plan.file import load_plan
 from tests.support.killed_launchers import list_processes
 from tests.support.launched_plan import plan
+from tests.support.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("EVENER_KILLS", "24"))  # random moments; 200 and more by hand
@@ -67,7 +68,7 @@ def launch(folder: Path, script: str, *options: str, framework: str = "tensorflo
     engine = "multiworker" if framework == "tensorflow" else ""
     plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(folder / "plan.toml")
     words = [sys.executable, "-m", "evener", "launch", *options, "plan.toml", "train.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 

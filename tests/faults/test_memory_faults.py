@@ -23,6 +23,7 @@ from evener.devices.types import Device, Limit
 from tests.support.cores import CORES, two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
+from tests.support.python_path import python_path
 
 MIB = 1 << 20
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -45,7 +46,7 @@ def test_the_host_s_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "sitecustomize.py").write_text(
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({400 * MIB}, {400 * MIB}))"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     prober = child_prober((one_slice(),), memory_per_sample_mib=1.0)
     seen = observe(prober, 1000)
     assert isinstance(seen, OutOfMemory)
@@ -70,7 +71,7 @@ def group() -> Iterator[Path]:
 def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
     """A child that the kernel kills for memory ran out of memory; a smaller batch then fits."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     prober = child_prober((one_slice(),), memory_per_sample_mib=1.0)
     seen = observe(prober, 400)
     fits = observe(prober, 10)
@@ -101,7 +102,7 @@ def test_memory_that_a_real_process_takes_midway(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nif 'worker' in ' '.join(sys.orig_argv): open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     settings = {"memory_base_mib": 0.0, "memory_per_sample_mib": 1.0, "base_ms": 20.0, "per_sample_ms": 0.2}
     request = Request(
         devices="cpu:0", workload="synthetic", settings=settings, budget_seconds=40.0, max_global_batch=400

@@ -27,6 +27,7 @@ from evener.balancer import journal
 from evener.balancer.journal import AskedEntry
 from evener.balancer.types import Timed
 from evener.plan.file import load_plan
+from tests.support.python_path import python_path
 
 HOME = Path(evener.__file__).parents[1]
 MOMENTS = int(os.environ.get("EVENER_SIGNALS", "7"))
@@ -72,7 +73,7 @@ class Struck:
             ends = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": self.errors, "preexec_fn": _own_session}
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(folder / "site"), str(HOME))),
+            "PYTHONPATH": python_path(folder / "site", HOME),
             "XDG_STATE_HOME": str(folder / "state"),
             "TMPDIR": str(folder / "tmp"),
         }

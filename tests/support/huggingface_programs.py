@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo  # so that ranks needn't
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from evener.balancer.probes.fork_server import MODULE
+from tests.support.python_path import python_path
 
 AT_BIRTH = """
 import os, sys
@@ -43,4 +44,4 @@ def still_runs(process: psutil.Process) -> bool:
 def at_birth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Run `code` in every child before its first word."""
     (tmp_path / "sitecustomize.py").write_text(AT_BIRTH.format(code=code, module=MODULE))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo  # once, before ranks are forked: DistributedDataParallel asks it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import evener.torch_loss.guard
 import evener.torch_split.planned  # noqa: F401 - once, before ranks are forked: what evener.program hooks with
+import tests.support.torch_imports  # noqa: F401 - before they are forked, too
 from evener.training import launched
 
 ROWS, BATCH = 50, 4

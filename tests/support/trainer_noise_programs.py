@@ -10,13 +10,12 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo  # so that ranks needn't
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 from evener.learning.noise_scale import NoiseWindow
 from evener.torch_split import Split
-from tests.support.torch_noise_programs import STEPS, data, network
+from tests.support.torch_noise_programs import data, network
 
 SHARES = (40, 24)
 
@@ -33,7 +32,7 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(outputs, labels), "logits": outputs}
 
 
-EXACT = 6  # steps
+EXACT, STEPS = 6, 160
 Learned = tuple[Any, list[torch.Tensor]]  # the noise scale, and the weights
 
 

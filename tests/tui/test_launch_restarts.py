@@ -30,6 +30,7 @@ from evener.tui.launch import restarts
 from evener.tui.launch.processes import Ending
 from evener.tui.launch.restarts import find_broken
 from tests.support.launched_plan import plan
+from tests.support.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = str(ROOT / "tests/support/surviving_training.py")
@@ -47,7 +48,11 @@ def launch(folder: Path, *script: str, device: str = "cpu-1-of-2") -> subprocess
     (folder / "sitecustomize.py").write_text(
         f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and os.path.exists('dead'):\n    os._exit(1)\n"
     )
-    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "EVENER_LIVE_DIR": str(folder / "live"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PYTHONPATH": python_path(folder, ROOT),
+        "EVENER_LIVE_DIR": str(folder / "live"),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "evener", "launch", "--max-restarts", "2", "plan.toml", *script],
         cwd=folder,
@@ -229,7 +234,7 @@ def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -
         ("wrong shape", {"EVENER_DEVICE": "GPU-1"}, 1),
     ):
         command = [sys.executable, "-c", program.format(text)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT), **variables}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert (ended.returncode, ended.stderr.splitlines()[-1]) == (code, f"RuntimeError: {text}")
 
@@ -254,7 +259,7 @@ def test_which_errors_are_a_devices(text: str, device: bool) -> None:
 
 
 def test_a_slice_computes_unless_its_cores_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     (device,) = discover("cpu/1:0").devices
     gone = msgspec.structs.replace(device, cores=(4095,))
     assert find_broken([device, gone], "torch", []) == (gone,)
@@ -265,7 +270,7 @@ def test_a_device_that_hangs_is_broken_too(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
     monkeypatch.setattr(restarts, "CHECK_SECONDS", 2.0)
     (device,) = discover("cpu/1:0").devices
     assert find_broken([device], "torch", []) == (device,)

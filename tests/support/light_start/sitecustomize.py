@@ -7,19 +7,23 @@ imports only to say that it isn't to be compiled, is imported once something is 
 
 A step of the synthetic workload sleeps instead of spinning, and its process counts that as CPU time: tests that run
 real children for seconds leave the cores to others, and are disturbed less by them.
+
+A `sitecustomize` further on the path is run, too: one of a test's own.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+
+if False:  # what annotations name: hundreds of processes would import it
+    from collections.abc import Sequence
+    from typing import Any
 
 COMPILER = "torch._dynamo"
 HIDDEN = ("matplotlib", "pandas", "sklearn")
@@ -114,7 +118,7 @@ class LateCompiler(ModuleType):
         return function
 
 
-class Existing(Loader):
+class Existing:
     """Loads a module that is there."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -139,11 +143,22 @@ class LateImports:
         if name == COMPILER:
             found = PathFinder.find_spec(name, path)
             if found is not None:
-                found.loader = Existing(cls.late)
+                found.loader = Existing(cls.late)  # type: ignore[assignment]
             return found
         cls.late.load()
-        return ModuleSpec(name, Existing(sys.modules[name])) if name in sys.modules else None
+        return ModuleSpec(name, Existing(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
 
 
 sys.meta_path[:0] = [LateImports, HiddenFromKeras, RestingSteps]
 gc.set_threshold(50_000, 20, 100)
+
+
+def run_next() -> None:
+    """The `sitecustomize` that this one stands before."""
+    own = os.path.dirname(__file__)
+    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != own])
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(ModuleType("sitecustomize"))
+
+
+run_next()
