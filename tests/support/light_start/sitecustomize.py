@@ -21,7 +21,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-if False:  # what annotations name: hundreds of processes would import it
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what annotations name: hundreds of processes would import it
     from collections.abc import Sequence
     from typing import Any
 
