@@ -16,14 +16,13 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
-from .ranking import COMES_TRUE, smallest_gain
+from .ranking import COMES_TRUE, TIE, smallest_gain
 
 INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
 LIKELY_SETS = 2  # of the best sets of hosts, or of efficient devices; with all hosts no worse than every set of 150
 # random clusters of 3 and 4
-HALVINGS = 6  # of the time between two bends of a curve: to 2 % of it (hosts)
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]
 
@@ -286,7 +285,7 @@ def _first_end(times: Sequence[float], reached: Callable[[float], bool]) -> list
     if at == len(times):
         return []
     early, late = times[max(0, at - 1)], times[at]
-    for _ in range(HALVINGS):
+    while late > (1 + TIE) * early:
         middle = (early + late) / 2
         early, late = (early, middle) if reached(middle) else (middle, late)
     return [late]

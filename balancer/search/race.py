@@ -21,8 +21,7 @@ from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .ranking import LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
 
-TURNS_TO_EXPECT = 3  # of every candidate, when the time left is divided among probes
-PACKS_TO_EXPECT = 6  # the same for growing packs: 2, 3, 5, 8, 13, 21
+TURNS_TO_EXPECT = 3  # of every candidate, and further packs, when the time left is divided among probes
 
 
 class Race:
@@ -148,7 +147,7 @@ class Race:
         reserved = self.turn_seconds
         for layout in sorted(wanted, key=lambda one: one.processes):
             if self._budget.affords(layout, "pack", reserved=reserved):
-                seconds = self._budget.probe_seconds(layout, "pack", PACKS_TO_EXPECT, reserved=reserved)
+                seconds = self._budget.probe_seconds(layout, "pack", TURNS_TO_EXPECT, reserved=reserved)
                 return Probe(layout, "pack", seconds)
         return None
 

@@ -18,8 +18,6 @@ from ..statistics import CLEAR
 from .memory import BLIND_GROWTH
 from .step_time import LEVEL, Point, merge_points, read_stairs
 
-BENT = 1.1  # times: slopes that differ by less are one slope
-
 
 def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
     """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
@@ -59,11 +57,11 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
     after = _slope(other, points[right + 1]) if right + 1 < len(points) else 0.0
-    before = _slope(points[right - 2], one) if right > 1 else own if after < BENT * own else 0.0
+    before = _slope(points[right - 2], one) if right > 1 else own if after < (1 + LEVEL) * own else 0.0
     if own <= before or other.batch - one.batch < 2:
         return None
     width = (one.batch + other.batch) / 2 - one.batch
-    if after > max(before, own / BENT):
+    if after > max(before, own / (1 + LEVEL)):
         # The bend is where the line from before and the line from after meet: halfway between where they do at the
         # measured slope after the gap, and at the steepest that its error allows.
         last = points[right + 1]

@@ -23,7 +23,6 @@ WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes)
 SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps)
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
-SAME_SLOPE = 0.01  # relative: slopes that differ by less are equal
 BELIEVED = 0.7  # of the free memory: used if the line bends upwards (bent memory: 4 more run out without)
 UNBOUNDED = 1 << 30  # samples
 
@@ -145,7 +144,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return 0.0
         (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
-        return last - before if last > before * (1 + SAME_SLOPE) else 0.0
+        return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
         """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can fit.

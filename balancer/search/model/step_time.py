@@ -19,8 +19,8 @@ from evener.shares.curves import ROUNDING, Curve
 from ..statistics import rising_line
 
 SAME_BATCH = 0.02  # relative: points nearer than this are one point
-LEVEL = 0.05  # relative: times that differ by less may be level (knee; stairs in 20 s; a torch_maxer on an H200), and
-# between batches that differ by less, allocators' rounding dominates
+LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a torch_maxer
+# on an H200); between batches that differ by less, allocators' rounding dominates
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
