@@ -65,7 +65,6 @@ class Standing(msgspec.Struct, frozen=True):
 
     candidate: Candidate
     throughput: Interval  # samples/s, over all its turns
-    step: Interval  # seconds of one optimizer step: the latency
     against: Interval | None
     tie: bool
     turns: int
@@ -75,9 +74,12 @@ class Standing(msgspec.Struct, frozen=True):
         """A tie whose measured gap is above 3 %: the difference may be 0 and may be large."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
-    def with_figure(self, figure: Interval) -> Standing:
-        """The standing with other samples/s."""
-        return msgspec.structs.replace(self, throughput=figure, step=_step(self.candidate, figure))
+    @property
+    def step(self) -> Interval:
+        """The seconds of one optimizer step at this rate: the latency."""
+        layout, rate = self.candidate.layout, self.throughput
+        samples = layout.global_batch * layout.processes
+        return Interval(samples / rate.value, samples / rate.high, samples / rate.low if rate.low else math.inf)
 
 
 def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> tuple[Standing, ...]:
@@ -209,18 +211,11 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-def _step(one: Candidate, figure: Interval) -> Interval:
-    """Seconds that a step takes at this rate."""
-    samples = one.layout.global_batch * one.layout.processes
-    return Interval(samples / figure.value, samples / figure.high, samples / figure.low if figure.low else math.inf)
-
-
 def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) -> Standing:
     own = turns[one.layout]
     figure = throughput(own)
-    step = _step(one, figure)
     if winner is None:
-        return Standing(one, figure, step, None, False, len(own))
+        return Standing(one, figure, None, False, len(own))
     against = compare_turns(own, turns[winner.layout]).interval()
     uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(turns[winner.layout]))
-    return Standing(one, figure, step, against, uncertain or abs(against.value) < TIE, len(own))
+    return Standing(one, figure, against, uncertain or abs(against.value) < TIE, len(own))

@@ -197,7 +197,8 @@ class Search:
         best, found = self.best(), self._reading.race.ranking
         results = (self._widened(result_of(one)) for one in found)
         said = (best if best and best.layout == one.layout else one for one in results)
-        return tuple(one.with_figure(result.throughput) for one, result in zip(found, said, strict=True))
+        figures = (result.throughput for result in said)
+        return tuple(msgspec.structs.replace(one, throughput=each) for one, each in zip(found, figures, strict=True))
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
