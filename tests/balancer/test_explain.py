@@ -40,6 +40,10 @@ class Costs:
     def __init__(self, sync: float | None = None, apart: float | None = None) -> None:
         self._sync, self._apart = sync, apart
 
+    @property
+    def devices(self) -> Costs:
+        return self
+
     def sync_seconds(self) -> float | None:
         return self._sync
 
@@ -69,9 +73,8 @@ def rival(one: Candidate, gain: float, of: float = 1000.0, tie: bool = False, un
 
 def standing(one: Candidate, rate: float, against: float | None = None, tie: bool = False) -> Standing:
     """A place in the ranking, known to 0.1 %."""
-    step = one.layout.global_batch * one.layout.processes / rate
     difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
-    return Standing(one, Interval(rate, rate, rate), Interval(step, step, step), difference, tie, 3)
+    return Standing(one, Interval(rate, rate, rate), difference, tie, 3)
 
 
 # ---------------------------------------------------------------------- the sentence
