@@ -22,10 +22,10 @@ from .machine_model import most_in_one
 from .model.hope import hopeful_curve
 from .model.memory import BLIND_GROWTH, WIDE
 from .model.step_time import SAME_BATCH, merge_points
-from .observations import MOST_TURNS
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE, TIE
 
+MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve is halved nine times (even split)
 SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
@@ -54,7 +54,7 @@ class SoloStage:
             if due and (kept := self._worth_waiting(due) if turn else due):
                 return tuple(self._probe(i, batch, turn) for i, batch in kept.items())
         retried = {i: self._small_batch(i) for i in self._model.live if self._lacks_a_line(i)}
-        affordable = self._turn < MOST_TURNS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
+        affordable = self._turn < MOST_ROUNDS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
         return self._round(retried) if affordable else ()
 
     def _lacks_a_line(self, position: int) -> bool:
@@ -86,7 +86,7 @@ class SoloStage:
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
         wanted = self._hoped
-        if wanted is None or self._turn >= MOST_TURNS:
+        if wanted is None or self._turn >= MOST_ROUNDS:
             return ()
         divided = {one.position: one.curve for one in self._hopeful if isinstance(one.curve, PassCurve)}
         rows = {i: divided[i].rows if i in divided and share > divided[i].wall else share for i, share in wanted.shares}

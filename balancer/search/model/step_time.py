@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from statistics import median
 
 import msgspec
 
@@ -120,8 +121,8 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _typical_error(points: Sequence[Point]) -> float:
-    """The relative standard error of a point, in the root mean square."""
-    return math.sqrt(math.fsum(p.error**2 for p in points) / len(points))
+    """The relative standard error of a typical point: a rough one says nothing of the others."""
+    return median(p.error for p in points)
 
 
 def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
@@ -156,7 +157,7 @@ def _worst_residual(points: Sequence[Point], line: Hinge) -> float:
 def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
     """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise explains."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
-    noise = _typical_error(points) ** 2
+    noise = math.fsum(p.error**2 for p in points) / len(points)
     spread = max(0.0, math.fsum(r * r for r in residuals) / len(points) - noise)
     if spread <= 0:
         return []
