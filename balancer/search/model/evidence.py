@@ -14,6 +14,7 @@ from ..statistics import relative_error
 from .memory import Memory
 from .step_time import Point, fit_curve
 
+LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
@@ -157,9 +158,9 @@ def read_points(
     """Whole steps, or the device's own part of them, with standard errors.
 
     Each error is the larger of its own error and the error expected from the median noise per step: an interval of few
-    blocks is often too narrow by luck, and a probe that ends once it is narrow enough selects those. One probe within a
-    burst says nothing of the others. A device that was held back says little of its curve, unless that isn't `known`
-    otherwise, or it is `slower` by this factor since.
+    blocks is often too narrow by luck, as a probe ends once it is narrow enough; but by `LUCKY` at most, as steps of
+    few rows may be noisier. A device that was held back says little of its curve, unless that isn't `known` otherwise,
+    or it is `slower` by this factor since.
     """
     found: list[tuple[Timed, float]] = []
     for one in seen:
@@ -174,7 +175,8 @@ def read_points(
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
         held = one.held_back(position)
-        wide = max(error, noise / math.sqrt(count), HELD_BACK if (known or steady) and held and slower == 1 else 0.0)
+        wide = max(error, min(noise / math.sqrt(count), LUCKY * error))
+        wide = max(wide, HELD_BACK if (known or steady) and held and slower == 1 else 0.0)
         yield Point(layout.shares[position], seconds if held else slower * seconds, wide, layout.passes(position))
 
 
