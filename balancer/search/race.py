@@ -53,10 +53,7 @@ class Race:
         return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
 
     def check(self, best: Result) -> Probe | None:
-        """The chosen layout once more, and again while its figure is rough.
-
-        None if nothing else was measured: then nothing chose it.
-        """
+        """The chosen layout once more, and again while its figure is rough; None where nothing else was measured."""
         layout, rough = best.layout, relative_half_width(best.throughput) > ROUGH
         checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
