@@ -267,6 +267,8 @@ class Machine(msgspec.Struct, frozen=True):
 
     def slowed(self, position: int, at_seconds: float) -> float:
         """The share of its speed that the device holds back at this time."""
+        if not self.events:
+            return 0.0
         return max((each.slowed for each in self.events if each.applies_to(position, at_seconds)), default=0.0)
 
     def lost(self, position: int, at_seconds: float) -> bool:
