@@ -91,7 +91,7 @@ def build() -> Any:
     def read(_: MemoryMeter) -> tuple[int | None, ...]:
         return (CappedLedger.last.peak if CappedLedger.last is not None else whole,)
 
-    for module in [each for each in sys.modules.values() if hasattr(each, "cap_address_space")]:
+    for module in [each for each in list(sys.modules.values()) if hasattr(each, "cap_address_space")]:
         module.__dict__["cap_address_space"] = cap  # the worker may be __main__
     vars(sharded)["Ledger"] = CappedLedger
     MemoryMeter.read = read  # type: ignore[method-assign, assignment]

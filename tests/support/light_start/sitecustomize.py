@@ -94,9 +94,17 @@ class LateCompiler(ModuleType):
         self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks while it makes this one
+        if name.startswith("__") or not self._may_have(name):  # some ask every module
             raise AttributeError(name)
         return getattr(self.load(), name)
+
+    def _may_have(self, name: str) -> bool:
+        """True for a module of the compiler, and for what its first file speaks of."""
+        path = os.path.join(os.path.dirname(str(self.__file__)), name)
+        if os.path.isdir(path) or os.path.exists(f"{path}.py"):
+            return True
+        with open(str(self.__file__), encoding="utf-8") as source:
+            return name in source.read()
 
     def load(self) -> ModuleType:
         """The compiler itself; what was left alone is so by its own means from here on."""
