@@ -27,6 +27,7 @@ LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of it
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
 
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
+LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
@@ -260,7 +261,7 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
-        if abs(first + rise * level - point.seconds) > point.leeway:
+        if abs(first + rise * level - point.seconds) > point.leeway + LEAN * min(rise, point.seconds):
             return None
     places = _place([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
