@@ -23,9 +23,8 @@ ROLES = {"group of 2": ("chief", "worker"), "group of 3": ("worker",) * 3}  # of
 TOWERS = [
     *(
         "momentum 3:1 class weights one row",
-        "adamw L2 5:0:1 weights",
-        "clipped accumulation",
-        "activity, weighted mean, three steps per execution",
+        "adamw L2 activity weighted mean 5:0:1",
+        "clipped accumulation, three steps per execution",
         "ratios form",
     ),
     *("masked embedding, dataset", "two heads", "passes 5:1", "passes 2:5"),
@@ -323,7 +322,7 @@ def found(proofs: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("process", "case"),
     [
-        *[("towers", case) for case in ("own loss", "own test, own predict", "watched", "without training", "frozen")],
+        *[("towers", case) for case in ("own loss", "own test, own predict", "watched", "without training, frozen")],
         *[("towers", case) for case in ("single vectors", "single samples, rebatched, instance", "eager")],
         *[(process, "added, sparse") for process in ("towers", "chief")],
         *[("chief", case) for case in ("assigned", "validated, single samples, instance", "own predict")],

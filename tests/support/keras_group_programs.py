@@ -25,6 +25,7 @@ from evener.errors import EvenerError
 from evener.keras_split import Report, Split, SplitWarning
 from tests.support import keras_noise_program, launched_plan
 from tests.support.keras_twice import (
+    Scaled,
     difference,
     digest,
     leave_graphs_alone,
@@ -497,7 +498,8 @@ def refused(split: Split) -> dict[str, str]:
 def half_model() -> Model:
     """mixed_float16 at a scale where some sums of gradients overflow."""
     set_seed()
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(16, activation="relu"), layers.Dense(1, dtype="float32")])
+    dense = [layers.Dense(16, activation="relu", dtype="float32"), layers.Dense(1, dtype="float32")]
+    model = keras.Sequential([keras.Input((4,)), Scaled(), *dense])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4)
     model.compile(optimizer, "mse")
     return model

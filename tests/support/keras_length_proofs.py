@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, optimizers
 
 from evener.errors import EvenerError
@@ -52,10 +53,9 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
 
     def plain(model: Any) -> Any:
         rows = (WORDS, KINDS) if weights is None else (WORDS, KINDS, weights)
-        given = dict(zip(("x", "y", "sample_weight"), rows, strict=False))
-        options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        held = {"validation_data": rows} if weights is None else {}
-        return model.fit(**given, epochs=2, **held, **options).history
+        data = tf.data.Dataset.from_tensor_slices(rows).batch(BATCH)
+        held = {"validation_data": data} if weights is None else {}
+        return model.fit(data, epochs=2, verbose=0, **held).history
 
     return train_twice(split, make, dealt, plain)
 

@@ -25,7 +25,7 @@ from evener.keras_split import Report, Split, make_logical_cpus
 from evener.live.journal import RetreatEntry
 from evener.training import retreat
 from tests.support.keras_proofs import make_plan
-from tests.support.keras_twice import difference, digest, leave_graphs_alone, seeded, train_twice
+from tests.support.keras_twice import Scaled, difference, digest, leave_graphs_alone, seeded, train_twice
 
 RANDOM = np.random.default_rng(3)
 BATCH, ROWS = 18, 4 * 18 + 7  # the last batch is short
@@ -132,8 +132,10 @@ def network(fuse: Fuse, *inner: Any, optimizer: Any = None, base: Any = keras.Mo
 def two_heads(fuse: Fuse, optimizer: Any = None) -> Model:
     """A loss for each of two outputs, and its figures."""
     entry = keras.Input((6,))
-    body = fuse(layers.Dense(8, activation="tanh")(entry))
-    model = keras.Model(entry, {"a": layers.Dense(2, name="a")(body), "b": layers.Dense(1, name="b")(body)})
+    kind = keras.config.floatx()  # of half precision, `Scaled` alone
+    body = fuse(layers.Dense(8, activation="tanh", dtype=kind)(Scaled()(entry)))
+    outputs = {name: layers.Dense(size, name=name, dtype=kind)(body) for name, size in (("a", 2), ("b", 1))}
+    model = keras.Model(entry, outputs)
     model.compile(optimizer or optimizers.SGD(0.05, momentum=0.9), {"a": "mse", "b": "mae"}, metrics={"a": ["mae"]})
     return model
 
