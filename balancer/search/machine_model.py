@@ -227,11 +227,11 @@ class MachineModel:
         return next(group for group in self.groups if position in group)
 
     @cached_property
-    def walls(self) -> tuple[int, ...]:
+    def one_pass(self) -> tuple[int, ...]:
         """The largest share of each device in one pass: what fits, or less where two smaller passes are faster."""
-        return tuple(map(self._wall, range(len(self.devices))))
+        return tuple(map(self._in_one_pass, range(len(self.devices))))
 
-    def _wall(self, position: int) -> int:
+    def _in_one_pass(self, position: int) -> int:
         wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.alone[position]
         if not rows or rows >= wall or curve is None:
             return wall
@@ -278,7 +278,7 @@ class MachineModel:
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
         """A layout of these shares, in passes where they don't fit at once or are faster so."""
-        return self._divide(shares, self.walls, self.pass_rows, self.bounds.walls)
+        return self._divide(shares, self.one_pass, self.pass_rows, self.bounds.walls)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
@@ -316,7 +316,9 @@ class MachineModel:
     def split_curves(self) -> tuple[DeviceCurve, ...]:
         """The live devices with their curves and limits in splits."""
         return tuple(
-            DeviceCurve(i, curve, self.walls[i]) for i in self.live if (curve := self.in_splits[i]) and self.walls[i]
+            DeviceCurve(i, curve, self.one_pass[i])
+            for i in self.live
+            if (curve := self.in_splits[i]) and self.one_pass[i]
         )
 
     @cached_property

@@ -130,7 +130,9 @@ class Predictions:
 
     def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
         model = self.model
-        return {i: b for i, b in shares if b > model.walls[i] and model.pass_rows[i] and model.extra_seconds[i] is None}
+        return {
+            i: b for i, b in shares if b > model.one_pass[i] and model.pass_rows[i] and model.extra_seconds[i] is None
+        }
 
     def _split_in_passes(self, not_repeated: float = 0.0) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
@@ -166,7 +168,7 @@ class Predictions:
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        curve, limit, batch = self.model.alone[position], self.model.walls[position], self._problem.global_batch
+        curve, limit, batch = self.model.alone[position], self.model.one_pass[position], self._problem.global_batch
         if curve is None or not limit or self._problem.all_together:
             return None
         if batch is not None:
