@@ -12,9 +12,9 @@ from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
 Knob = Literal["xla", "mixed"]
-RETREAT = 0.7  # of a batch that ran out of memory: the next to try
+RETREAT = 0.7  # of a batch that ran out of memory: the next to try, as a child that runs out costs 3 s on a GPU
 RETREATS = 4  # tries of smaller ones: to a quarter
-SAME_SHARE = 0.015  # relative: layouts whose shares differ by less are the same measurement
+SAME_SHARE = 0.015  # relative: shares that differ by less take as long, as far as two probes can tell (`PROBE_DRIFT`)
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from .model.memory import MemoryOfOthers, held_by_others
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
-TRIES = 2  # of a probe that fails for a reason other than memory
+TRIES = 2  # of a probe that fails for a reason other than memory: a child may die by chance, hardly twice (lost)
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
 MOST_TURNS = 8  # of a stage: rounds alone (stairs, 16 devices), splits and devices at rest, whose edges of stairs are

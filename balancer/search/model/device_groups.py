@@ -10,7 +10,7 @@ from .step_time import SAME_BATCH, Point
 
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
-FEWEST_COMMON = 2  # batches in common
+FEWEST_COMMON = 2  # batches in common: at one, a fixed cost and a slope can't be told apart
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:

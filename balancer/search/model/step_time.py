@@ -19,10 +19,10 @@ from evener.shares.curves import ROUNDING, Curve
 
 from ..statistics import rising_line
 
-SAME_BATCH = 0.02  # relative: points nearer than this are one point
+SAME_BATCH = 0.02  # relative: points nearer than this are one point, as their slope would be noise (noisy)
 LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a torch_maxer
 # on an H200); between batches that differ by less, allocators' rounding dominates
-LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better
+LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
 
