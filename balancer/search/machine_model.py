@@ -22,8 +22,7 @@ from evener.shares.waterfill import DeviceCurve
 from ..types import Layout, Problem, Timed, layout_of
 from .bounds import Bounds
 from .budget import Budget
-from .model.device_groups import group_devices
-from .model.evidence import lend_memory_lines, read_device
+from .model.evidence import group_devices, lend_memory_lines, read_device
 from .model.hope import bend_is_open
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .observations import Observations

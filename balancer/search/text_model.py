@@ -18,7 +18,7 @@ from evener.training.dealing import Deal, Dealer
 
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .layouts import RETREAT, SAME_SHARE
-from .model.device_groups import FEWEST_COMMON, group_by, is_noise
+from .model.evidence import FEWEST_COMMON, group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
 from .statistics import CLEAR, fit_rates, relative_error

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.search.machine_model import fit_sync_costs
 from evener.balancer.search.model import step_time
-from evener.balancer.search.model.device_groups import group_devices
-from evener.balancer.search.model.evidence import DeviceEvidence
+from evener.balancer.search.model.evidence import DeviceEvidence, group_devices
 from evener.balancer.search.model.hope import hopeful_curve
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
