@@ -139,13 +139,7 @@ class Observations:
         earlier = [one for one in timed if one.probe.stage in uncontended]
         if stage == "race" and earlier and FIRST_TURN not in found:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
-        return _steady(self._since_slower(layout, self._refuting_checks(timed, found) or dict(sorted(found.items()))))
-
-    def _since_slower(self, layout: Layout, turns: Turns) -> Turns:
-        """The turns without those from before a device of the layout was held back for good."""
-        slower = {i: turn for i in layout.active if (turn := self._slower_from(i))}
-        over = {turn for turn, one in turns.items() if any(turn < slower[i] and not one.held_back(i) for i in slower)}
-        return {turn: one for turn, one in turns.items() if turn not in over}
+        return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
 
     def first_turn(self, layout: Layout) -> int:
         """The first turn that says how fast it is now."""

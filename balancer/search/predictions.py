@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property, partial
 
 from evener.shares import waterfill
-from evener.shares.curves import Curve, PassCurve
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
@@ -66,15 +65,7 @@ class Predictions:
     def one_pass_split(self) -> Allocation | None:
         """The fastest split with every share in one pass; of a fixed batch shares go as far as they have to."""
         found = self._split(self._reachable)
-        return self._split(self._farther) if found is None and self._problem.global_batch else found
-
-    @cached_property
-    def _farther(self) -> tuple[DeviceCurve, ...]:
-        """The devices with curves that go on in proportion where they aren't trusted any more."""
-        return tuple(
-            DeviceCurve(far.position, _in_proportion(far.curve, near.limit), far.limit)
-            for near, far in zip(self._reachable, self.model.split_curves, strict=True)
-        )
+        return self._split(self.model.split_curves) if found is None and self._problem.global_batch else found
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
@@ -203,16 +194,6 @@ class Predictions:
                 single = DeviceCurve(device.position, alone, device.limit)
                 found.append(waterfill.single_reaching(single, rate, quantum, limit))
         return min((one for one in found if one), key=lambda one: (one.global_batch, one.seconds), default=None)
-
-
-def _in_proportion(curve: Curve | PassCurve, most: int) -> Curve | PassCurve:
-    """The curve up to a batch, and in proportion to that beyond it."""
-    if not isinstance(curve, Curve) or not most:
-        return curve
-    seconds = curve.seconds(most)
-    knots = [(batch, time) for batch, time in zip(curve.batches, curve.times, strict=True) if batch < most]
-    batches, times = zip(*knots, (float(most), seconds), strict=True)
-    return Curve(batches, times, max(curve.slope, seconds / most), curve.simple, curve.error)
 
 
 # ---------------------------------------------------------------------- which hosts share a step

@@ -20,7 +20,7 @@ from .step_time import SAME_BATCH, Point, fit_curve
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
-FEWEST_COMMON = 2  # batches in common: at one, a fixed cost and a slope can't be told apart
+FEWEST_COMMON = 2  # batches in common: one shows either a fixed cost or a slope
 HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
