@@ -15,7 +15,12 @@ from tests.support.search_laws import LAWS, NOISE
 FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
 SEEDS = (2, 4)
 # what still fails, with the cause; a change that mends a cause removes its lines
-TODAY: dict[tuple[str, str], str] = {}
+TODAY: dict[tuple[str, str], str] = {
+    (
+        "a useless device more",
+        "memory_bend",
+    ): "seed 4, free: 4.3 % since checks go on to 5 % and rounds must promise more",
+}
 
 
 def _cases() -> list[Any]:
