@@ -66,6 +66,7 @@ def list_turns(trainer: Any) -> list[str]:
     workload.prepare((8,), (3,))
     trainer.model.register_forward_pre_hook(lambda *_: turns.append("forward"))
     trainer.model.eval()  # as an evaluation leaves it: each pass begins with train(), whose time counts
+    trainer.floating_point_ops = lambda _: turns.append("count")
     original = torch.isinf
 
     def check(value: Any) -> Any:
@@ -135,7 +136,9 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     rows, moved = found["module"]
     assert rows == 32
     assert moved > 0
-    assert found["turns"] == ["forward", "check"] * 3, "no pass is queued before the one before has been computed"
+    assert found["turns"] == ["forward", "check", "count"] * 3, (
+        "no pass is queued before the one before has been computed"
+    )
     assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
     assert found["lengths"] == 32
     assert found["own batch"] == (12, 6)

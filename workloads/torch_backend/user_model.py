@@ -162,13 +162,18 @@ def _from_trainer(trainer: Any) -> Recipe:
     optimizer = trainer.create_optimizer()
     most = trainer.args.max_grad_norm
 
-    losses: list[Any] = []  # of the pass before, if there is one
+    passes: list[tuple[Any, Any]] = []  # loss and batch of the pass before, if there is one
 
     def check_loss() -> None:
-        """Ask for the last loss after a backward pass, as the trainer does: the next pass isn't queued before."""
-        if trainer.args.logging_nan_inf_filter and losses:
-            bool(torch.isnan(loss := losses.pop()) or torch.isinf(loss))
-        losses.clear()
+        """Ask for the last loss after a backward pass, as the trainer does: the next pass isn't queued before.
+
+        Then it counts the model's parameters for each pass, which takes milliseconds.
+        """
+        for loss, batch in passes:
+            if trainer.args.logging_nan_inf_filter:
+                bool(torch.isnan(loss) or torch.isinf(loss))
+            trainer.floating_point_ops(batch)
+        passes.clear()
 
     def finish(*_: Any) -> None:
         """Wait and clip, as the trainer does between the last backward pass and the optimizer's step."""
@@ -185,7 +190,7 @@ def _from_trainer(trainer: Any) -> Recipe:
             labels.ne(-100).sum().to(trainer.args.device)
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-        losses.append(loss.detach())
+        passes.append((loss.detach(), batch))
         return loss
 
     rows, collate, _ = training_rows(trainer, trainer.get_train_dataloader)
