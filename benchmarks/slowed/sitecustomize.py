@@ -19,6 +19,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
+LONGEST_WAIT = 300.0  # seconds, longer than the training before may take
 CLOCK = """
 import os, signal, sys, time
 process, percent, period = int(sys.argv[1]), int(sys.argv[2]), 0.025
@@ -47,7 +48,10 @@ def _wait(_: Any) -> None:
     if Path(sys.argv[0]).stem == "sft":
         import_module("trl.trainer.sft_trainer")
     import_module("transformers.trainer")
+    ends = time.monotonic() + LONGEST_WAIT
     while not Path(os.environ["GATE"]).exists():
+        if time.monotonic() > ends:
+            sys.exit("the benchmark that started this program has gone")
         time.sleep(0.02)
 
 
