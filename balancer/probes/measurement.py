@@ -198,6 +198,8 @@ class Measurement:
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         if len(ranks.unique_positions) == 1:
             return Block(ran[0].steps, wall, self._cpu_share(ran[0]), (wall,))
+        if any(reply.waited_seconds is not None for reply in ran):
+            return Block(ran[0].steps, wall, None, tuple(_less(wall, reply.waited_seconds) for reply in ran))
         if not ranks.own_cores or ranks.one_process:
             return Block(ran[0].steps, wall)
         own = zip(ran, ranks.busy_cores, strict=True)
@@ -257,8 +259,13 @@ class Measurement:
         return tuple(by_position.get(position) for position in range(len(self._probe.layout.shares)))
 
 
+def _less(wall: float, waited: float | None) -> float | None:
+    return None if waited is None else max(0.0, wall - waited)
+
+
 def _scale_times(ran: Ran, factor: float) -> Ran:
-    times = {name: getattr(ran, name) * factor for name in ("wall_seconds", "cpu_seconds", "spun_seconds")}
+    names = ("wall_seconds", "cpu_seconds", "spun_seconds", "waited_seconds")
+    times = {name: time * factor for name in names if (time := getattr(ran, name)) is not None}
     return msgspec.structs.replace(ran, **times)
 
 

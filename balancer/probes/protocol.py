@@ -111,6 +111,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]  # the most that each of its devices held
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0  # by which the loss was NaN; 0: it wasn't
     work: Work | None = None  # of all its steps, where rows have lengths
+    waited_seconds: Seconds | None = None  # of its device, for other ranks' gradients and the sum; None: unknown
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True):

@@ -145,6 +145,7 @@ class Worker:
         workload, build = self._built()
         gc.disable()
         spun, steps, before = 0.0, 0, _read_work(workload)
+        _read_waits(workload)  # those of steps before this block
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
@@ -156,7 +157,8 @@ class Worker:
         memory = tuple(workload.max_memory_bytes()) or (None,)
         work = _subtract(_read_work(workload), before)
         self._account(steps, workload, build)
-        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work)
+        waited = _read_waits(workload)
+        return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited)
 
     def _account(self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True) -> None:
         """After steps, and outside their time: look at the loss, and report them to the monitor."""
@@ -224,6 +226,12 @@ def _prepare_rows(workload: Workload, command: protocol.Prepare) -> None:
         cast(TextWorkload, workload).prepare_length(command.shares, command.micro, command.length)
     else:
         workload.prepare(command.shares, command.micro)
+
+
+def _read_waits(workload: Workload) -> float | None:
+    """The seconds that its device waited for others since this was last read; None for a workload that can't know."""
+    read = getattr(workload, "read_waits", None)
+    return None if read is None else cast(float | None, read())
 
 
 def _read_work(workload: Workload) -> Work | None:

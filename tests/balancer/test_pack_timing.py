@@ -1,4 +1,4 @@
-"""The time of trainings side by side: nothing counts that one did while another didn't train."""
+"""The time of trainings side by side, where nothing counts that one did alone, and of the parts of a split."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
 import pytest
 
 from evener.balancer.probes.children import ChildGroup
@@ -53,6 +54,31 @@ def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None
     assert timed.step_seconds == pytest.approx(STEP)
     assert not timed.warnings
     assert all(each.seconds >= 3 * STEP for each in pair.blocks)
+
+
+class Split:
+    """Two GPUs; the first waits for a quarter of each step, and says so, and the second for a hundredth."""
+
+    ranks, fresh, import_seconds = RankMap((1, 0)), False, 0.0
+
+    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+        asked = command(0)
+        if isinstance(asked, Prepare):
+            return [Prepared(STEP), Prepared(STEP)]
+        assert isinstance(asked, RunSteps)
+        seconds = asked.steps * STEP
+        waits = (0.25 * seconds, 0.01 * seconds)
+        return [msgspec.structs.replace(ran(asked.steps, seconds), waited_seconds=waited) for waited in waits]
+
+
+def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
+    """By position: the first rank has the second device."""
+    probe = Probe(Layout("split", (8, 16)), "split", 2.0)
+    progress = ProgressReporter(probe, lambda _: None, time.monotonic)
+    monitor = cast(LocalHost, Watch())
+    found = Measurement(probe, cast(ChildGroup, Split()), Timeouts(), progress, monitor)
+    timed = found.run(threading.Event(), time.monotonic(), 0, ())
+    assert timed.device_seconds == pytest.approx((0.99 * STEP, 0.75 * STEP))
 
 
 class Watch:

@@ -221,9 +221,15 @@ def test_shares_for_another_place_are_one_sentence(shares: tuple[int, ...]) -> N
 
 
 def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Three ranks, shares that change, one rank left out for a while: float64 weights equal to 1e-12."""
+    """Three ranks, shares that change, one rank left out for a while: float64 weights equal to 1e-12.
+
+    Then the others wait for the first rank, which pauses before each step.
+    """
     ended = trainer_ranks("tests.workloads.torch_group_rank.train", world=3)
     assert {each["facts"]["engine"] for each in ended} == {"ddp"}
+    pauses = (RANK.STEPS - 1) * RANK.PAUSE_SECONDS  # before the first step, others may not be there yet
+    assert all(each["waited"] > 0.5 * pauses for each in ended[1:])
+    assert {(each["waited since"], each["on a CPU"]) for each in ended} == {(0, None)}
     torch.manual_seed(0)
     recipe = RANK.recipe()
     assert recipe.data is not None

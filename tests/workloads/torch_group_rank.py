@@ -5,20 +5,23 @@ alone, whose memory nothing else has used.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
+from evener.torch_split.own_work import HostClock
 from evener.workloads import registry
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.batches import Data
-from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload, Waits
 
 SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
 MICROS = ((2, 2, 3), (), (4, 0, 1), (5, 1, 2))
 STEPS = 5
+PAUSE_SECONDS = 0.03  # of the first rank, before a step
 ROWS = 28  # two or three full batches an epoch
 
 
@@ -44,7 +47,12 @@ def train(folder: Path, rank: int) -> None:
             workload.step()
         workload.synchronize()
         ended.append([weights.detach().clone() for weights in workload.recipe.module.parameters()])
-    torch.save({"weights": ended, "facts": dict(workload.facts())}, folder / f"{rank}.pt")
+    waits = Waits(workload._model.exchange, HostClock())
+    for _ in range(STEPS):
+        time.sleep(PAUSE_SECONDS if rank == 0 else 0.0)
+        workload.step()
+    waited = {"waited": waits.read(), "waited since": waits.read(), "on a CPU": workload.read_waits()}
+    torch.save({"weights": ended, "facts": dict(workload.facts()), **waited}, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
 from evener.torch_split.exchange import Exchange
 from evener.torch_split.noise import PassNoise
+from evener.torch_split.own_work import GpuClock
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, watch, wrap_module
@@ -49,6 +50,29 @@ class Recipe(msgspec.Struct, frozen=True):
     data: Data | None = None  # to train on; None: batches are made
     own_batch: int | None = None  # rows of a step in the user's training, where that is known
     pass_rows: int | None = None  # rows of a forward pass there, which surely fit
+
+
+class Waits:
+    """The seconds that a GPU waits for other ranks' gradients and their sum, from its own last gradient on."""
+
+    def __init__(self, exchange: Exchange, clock: Any) -> None:
+        self._clock = clock
+        self._ready: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+        exchange.ready, exchange.done = self._note_ready, self._note_done
+
+    def _note_ready(self) -> None:
+        self._ready = self._clock.mark()
+
+    def _note_done(self) -> None:
+        self._pairs.append((self._ready, self._clock.mark()))
+
+    def read(self) -> float:
+        """The sum since it was last read; the device is done with these steps."""
+        pairs, self._pairs = self._pairs, []
+        waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
+        self._clock.reuse([mark for pair in pairs for mark in pair])
+        return waited
 
 
 DrawRows = Callable[[Data, Sequence[int], int], UnevenBatchSampler]  # (data, the ranks' rows, this one's number)
@@ -89,6 +113,7 @@ class TorchWorkload:
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._learned: Exchange | None = None  # the gradients that a training looks at
         self._lessons = 0  # its steps
+        self._waits: Waits | None = None
         self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
         self._cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()  # rows that are dealt turn it off
         self._model: Any = self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
@@ -181,6 +206,10 @@ class TorchWorkload:
         """The sum over all steps; None where rows have no lengths."""
         return self._work if self._work.passes else None
 
+    def read_waits(self) -> float | None:
+        """The seconds that its GPU waited for others since this was last read; None for a CPU, or without others."""
+        return None if self._waits is None else self._waits.read()
+
     def _scaled_loss(self, inputs: Any, targets: Any) -> Any:
         with self._autocast():
             loss = self._objective(inputs, targets)
@@ -260,10 +289,12 @@ class TorchWorkload:
             self._members = members
         elif members != self._members:
             group = dist.new_group(list(members))
-            self._members, self._model = members, self.recipe.module
+            self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
                 watch(self._model, self.device, lambda *_: None)
+                if _on_gpu(self.device):
+                    self._waits = Waits(self._model.exchange, GpuClock())
 
 
 def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
