@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from evener.devices.types import Device
 
-from ..probes.block_timing import NOISY
+from ..search.ranking import ROUGH
 from ..types import Doubt, Failed, Finding, Layout, Observation, OutOfMemory, Timed, Warned
 from .words import DOUBTS, UNCERTAIN
 
@@ -31,7 +31,7 @@ def find_doubts(seen: Sequence[Observation], chosen: Layout, error: float | None
             worst[doubt.code] = doubt
     if error is not None and "noisy" in worst:
         worst["noisy"] = Warned("noisy", error)
-        if error <= NOISY:
+        if error <= ROUGH:  # the search asked for no more
             del worst["noisy"]
     return tuple(worst[code] for code in ORDER if code in worst)
 

@@ -84,6 +84,13 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
     assert not find_doubts([timed(Warned("disturbed", 0.9))], solo(2, 0, 8)), "one device sees other work itself"
 
 
+def test_a_figure_is_rough_only_where_the_search_would_have_measured_on() -> None:
+    """Of all turns together, whatever one measurement alone said: a longer budget would change nothing."""
+    noisy = [timed(Warned("noisy", 0.12))]
+    assert find_doubts(noisy, SPLIT, 0.049) == ()
+    assert find_doubts(noisy, SPLIT, 0.051) == (Warned("noisy", 0.051),)
+
+
 def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     """Whichever layout it was; not within the intervals, nor where all devices ran at once in one of the two."""
     twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
