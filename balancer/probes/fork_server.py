@@ -253,6 +253,7 @@ class ServerProcess:
         self._children: dict[int, ForkedProcess] = {}
         self._has_begun = False  # to import
         self._has_forked = False
+        self._last_words = b""  # the end of its output, once it has ended
         with ExitStack() as stack:
             self._log = os.memfd_create("log of a fork server")
             stack.callback(os.close, self._log)
@@ -262,7 +263,8 @@ class ServerProcess:
                 self._process = _run(theirs.fileno(), self._log, variables, imports)
             self._resources = stack.pop_all()  # closed once all has been read
         self.pid = self._process.pid
-        threading.Thread(target=self._read, name=f"fork server {self.pid}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"fork server {self.pid}", daemon=True)
+        self._reader.start()
 
     @property
     def alive(self) -> bool:
@@ -270,7 +272,10 @@ class ServerProcess:
         return self._process.poll() is None
 
     def start(self, variables: Mapping[str, str]) -> ForkedProcess:
-        """A child that will be forked once everything is imported; OSError if the server has ended."""
+        """A child that will be forked once everything is imported; one that has ended as the server did, if it has.
+
+        OSError if the request can't be sent.
+        """
         child = ForkedProcess(self, next(self._keys))
         self._children[child._key] = child
         request = msgspec.json.encode(Start(child._key, dict(variables)))
@@ -278,8 +283,12 @@ class ServerProcess:
         try:
             socket.send_fds(self._channel, [request], child.theirs)
         except OSError:
-            child.close()
-            raise
+            self._reader.join(WAIT_SECONDS)
+            if self._reader.is_alive():
+                child.close()
+                raise
+            if child.returncode is None:
+                child.finish(self._process.wait(), self._last_words)
         finally:
             os.close(stdin)
             os.close(stdout)
@@ -322,9 +331,9 @@ class ServerProcess:
                         self._children[key].begin(pid)
                     case Ended(key, code):
                         self._children.pop(key).finish(code)
-        code, log = self._process.wait(), self.read_log()
+        code, self._last_words = self._process.wait(), self.read_log()
         for child in tuple(self._children.values()):
-            child.finish(-signal.SIGKILL if child.pid else code, log)
+            child.finish(-signal.SIGKILL if child.pid else code, self._last_words)
         self._resources.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,11 +72,26 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     assert is_ready(server)
 
 
-def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open() -> None:
-    """Whoever asks gets an OSError, as when no process can be started."""
+def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The child has ended as the server did, with what it wrote: it may have died just before it was asked."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)"
+    )
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     server = ServerProcess({}, ())
-    server.close()
+    while server.alive:
+        time.sleep(0.01)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=r"Bad file descriptor|Broken pipe|Transport endpoint"):
-        server.start({})
+    child = server.start({})
+    assert (child.returncode, child.stderr.read()) == (-4, b"no such instruction")
+    child.close()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_request_that_is_too_long_is_an_error_of_its_own(servers: list[ServerProcess]) -> None:
+    servers.append(server := ServerProcess({}, ()))
+    with pytest.raises(OSError, match="too long"):
+        server.start({"LONG": "x" * (64 << 20)})
+    assert is_ready(server)
