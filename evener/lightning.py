@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .errors import RequestError
 from .shares.whole_rows import even, gradient_weight
@@ -19,6 +20,7 @@ from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
 from .torch_split.batch import Part, make_parts, weigh_by_count
 from .torch_split.checks import check_memory
+from .torch_split.collectives import own_collectives
 from .torch_split.exchange import Exchange
 from .torch_split.planned import PlannedTraining
 from .torch_split.retry import Passes
@@ -127,6 +129,25 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         largest = max(map(max, rows)) if self._passes > 1 else None
         check_normalization(self.model, "loss", self._planned.world, largest, min(map(min, rows)))
         self._exchanges = self._planned.weights.take_on(self.model)
+        if self._planned.world > 1:
+            self._meet_on_hosts()
+
+    def _meet_on_hosts(self) -> None:
+        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop waits for its GPU."""
+        loop = self._trainer.fit_loop.epoch_loop
+        stop = getattr(loop, _ASKS, None)  # Lightning before 2.6 doesn't ask
+        if stop is None:
+            return
+        group, trainer = dist.new_group(backend="gloo"), self._trainer
+
+        def ask() -> None:
+            sent = torch.tensor([bool(trainer.received_sigterm)])
+            with own_collectives():
+                dist.broadcast(sent, 0, group=group)
+            if sent:
+                stop()
+
+        setattr(loop, _ASKS, ask)
 
     def configure_ddp(self) -> None:
         """DistributedDataParallel where others train too."""
@@ -136,6 +157,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def teardown(self) -> None:
         """The training is over."""
         self.trains, self._exchanges, self._turns, self._part = False, [], iter(()), None
+        vars(self._trainer.fit_loop.epoch_loop).pop(_ASKS, None)
         self.model = self.lightning_module
         super().teardown()
 
@@ -318,6 +340,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._figures.reduce(tensor, group, reduce_op)
 
 
+_ASKS = "_broadcast_sigterm_tensor"  # what Lightning's loop calls before each batch
 _MANUAL = (  # why a failed pass isn't computed again, and what to do
     "training_step takes the steps of its optimizers itself",
     "Use automatic optimization, or split.step in a loop of your own.",

@@ -124,9 +124,9 @@ class Gathering:
 
         return put_back
 
-    def add_up(self, figures: torch.Tensor) -> list[float]:
-        """The sums of (n,) figures over all ranks."""
-        sums: list[float] = self._gather(figures[None]).sum(0).tolist()
+    def add_up(self, figures: torch.Tensor) -> torch.Tensor:
+        """The sums of (n,) figures over all ranks, on their device."""
+        sums: torch.Tensor = self._gather(figures[None]).sum(0)
         return sums
 
     def gather(self, data: Any) -> Any:

@@ -231,14 +231,16 @@ def weigh_passes(
     else:
         weights = [float(own > 0) for own in rows]
     by_labels = loss.mean_over not in (ITEMS, ROWS)
-    if items is None and not by_labels and loss.certain:
+    if not by_labels and loss.certain:  # nothing on the host waits for the device
+        if items is not None:
+            items = gathering.add_up(torch.as_tensor(items, device=device).reshape(1))[0]
         return weights, items, False
     counts = [loss.count(each) * (own > 0) if by_labels else 0.0 for each, own in zip(passes, rows, strict=True)]
     firsts = [sum(map(len, sizes[:step])) for step in range(len(sizes) + 1)]
     steps = [sum(counts[first:stop]) for first, stop in pairwise(firsts)]
     ignored = not loss.certain and any(map(has_ignored, passes))
     own = torch.tensor([float(items or 0.0), float(ignored), *steps], dtype=torch.float64, device=device)
-    total, seen, *each = gathering.add_up(own)
+    total, seen, *each = gathering.add_up(own).tolist()
     if by_labels:
         spread = [sum_ for sum_, step in zip(each, sizes, strict=True) for _ in step]
         weights = [count / (sum_ or 1.0) for count, sum_ in zip(counts, spread, strict=True)]

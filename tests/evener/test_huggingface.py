@@ -152,6 +152,7 @@ def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks:
     assert {name: words for name, words in REFUSED.items() if words not in found[name]} == {}
     assert found["experts at once"] == found["nothing"] == found["nothing in shards"] == ""
     assert found["lengths"] == [1, 2, 3]
+    assert found["items"] == "meta", "a step waits for its GPU"
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}
     assert found["the same by global_batch"] == 4
     assert found["gone on from a bare training"] < 1e-12

@@ -47,8 +47,8 @@ def pair_all(trainer_ranks: Run, module: str, *names: str) -> tuple[Pairs, list[
 
 
 @pytest.fixture(scope="module")
-def in_lightning(trainer_ranks: Run) -> Pairs:
-    return pair_all(trainer_ranks, LIGHTNING, *IN_LIGHTNING)[0]
+def in_lightning(trainer_ranks: Run) -> tuple[Pairs, list[dict[str, Any]]]:
+    return pair_all(trainer_ranks, LIGHTNING, *IN_LIGHTNING)
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,19 @@ def assert_same_weights(pairs: list[tuple[dict[str, Any], dict[str, Any]]], rank
 
 
 @pytest.mark.parametrize("name", IN_LIGHTNING)
-def test_lightning_learns_what_one_process_learns(in_lightning: Pairs, name: str) -> None:
-    assert_same_weights(in_lightning[name], 2 if name == "manual" else 5)
-    for expected, rank in in_lightning[name]:
+def test_lightning_learns_what_one_process_learns(in_lightning: Any, name: str) -> None:
+    pairs = in_lightning[0][name]
+    assert_same_weights(pairs, 2 if name == "manual" else 5)
+    for expected, rank in pairs:
         assert rank["steps"] == expected["steps"]
         assert name != "rebalanced" or rank["changes"] > 0
         if name != "resumed":  # Lightning itself logs another mean there
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
+
+
+def test_lightning_asks_on_a_gpu_only_when_a_signal_ends_the_training(in_lightning: Any) -> None:
+    for rank in in_lightning[1][:2]:
+        assert rank["stopped"] == (2, 1, True)
 
 
 def test_lightning_on_two_gpus_learns_what_one_process_learns(trainer_ranks: Run, gpu_ranks: Run) -> None:

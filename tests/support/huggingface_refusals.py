@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
 from evener.errors import EvenerError
 from evener.huggingface import with_plan
+from evener.huggingface.gathering import Gathering
+from evener.huggingface.loss import ITEMS, TrainerLoss, weigh_passes
 from evener.huggingface.rows import check_setup, find_lengths
 from evener.huggingface.shards import check_shards
 from tests.support.huggingface_programs import Program, make_arguments, make_parts, make_plan
@@ -162,6 +165,15 @@ def count_tokens() -> Any:
     return find_lengths(SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None))
 
 
+def items_on_device() -> str:
+    """Where the items of a step are, of a loss that is a mean over them: a device from which nothing is read."""
+    accelerator: Any = SimpleNamespace(gather=lambda own: own, num_processes=1)
+    items = torch.ones((), dtype=torch.int64, device="meta")
+    gathering = Gathering(accelerator, Mock())
+    _, total, _ = weigh_passes(TrainerLoss(ITEMS), [{}], [(4,)], [8], items, gathering, items.device)
+    return str(total.device)
+
+
 def refuse_all(folder: Path, rank: int) -> None:
     """Every sentence."""
     generates = type("Generates", (Trainer,), {"_generate_and_score_completions": None})
@@ -185,6 +197,7 @@ def refuse_all(folder: Path, rank: int) -> None:
         "in shards, compiled": refuse_in_shards(torch_compile=True),
         "nothing in shards": refuse_in_shards(),
         "lengths": count_tokens(),
+        "items": items_on_device(),
         "nothing": refuse_setup(is_fsdp_enabled=True),
         **refuse_checkpoint(folder),
         **resume_bare(folder),

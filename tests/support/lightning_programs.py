@@ -9,11 +9,13 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import msgspec
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.errors import EvenerError
@@ -145,15 +147,38 @@ class Epochs(Ordered):
         return self
 
 
+def stop(split: Any, folder: str) -> tuple[int, int, bool]:
+    """Steps of a training whose first rank is sent SIGTERM before its third, how often Lightning asked, its end."""
+    asked, ask, advance = list[Any](), _TrainingEpochLoop._broadcast_sigterm_tensor, _TrainingEpochLoop.advance
+
+    def note(loop: Any) -> None:
+        asked.append(loop)
+        ask(loop)
+
+    def send(loop: Any, fetcher: Any) -> None:
+        loop.trainer._signal_connector.received_sigterm = split.rank == 0 and loop.trainer.global_step == 2
+        advance(loop, fetcher)
+
+    trainer, ended = make_trainer(Program(), folder, devices=split.world, strategy=split.strategy()), False
+    with mock.patch.multiple(_TrainingEpochLoop, _broadcast_sigterm_tensor=note, advance=send):
+        try:
+            trainer.fit(Module(False), split.loader(points(64)))
+        except SIGTERMException:
+            ended = True
+    return trainer.global_step, len(asked), ended
+
+
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank, but manual optimization in passes."""
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
-    found = {
+    found: dict[str, Any] = {
         name: train(program, Split(plan, rebalance=program.rebalance), str(folder / name))
         for name, program in PROGRAMS.items()
         if not (program.manual and shares != micros)
     }
+    if shares == micros:
+        found["stopped"] = stop(Split(plan), str(folder / "stopped"))
     torch.save(found, folder / f"{rank}.pt")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,26 +57,45 @@ def probe(built: Any) -> tuple[int, float]:
     return recipe.data.rows, float(torch.linalg.vector_norm(moved))
 
 
-def list_turns(trainer: Any) -> list[str]:
-    """What a step in three passes does in turn: forward passes, and checks of a loss, which wait for the device."""
-    turns: list[str] = []
+def step_probe(trainer: Any) -> None:
+    """Take a probe's step in three passes; after an evaluation, each begins with train(), whose time counts."""
     recipe = find_recipe("train.py:build", trainer)
     kind: Any = user_model.UserRecipe
     kind.build_recipe = lambda _: recipe
     workload: Any = user_model.build("train.py:build", CPU, {})
     workload.prepare((8,), (3,))
-    trainer.model.register_forward_pre_hook(lambda *_: turns.append("forward"))
-    trainer.model.eval()  # as an evaluation leaves it: each pass begins with train(), whose time counts
-    trainer.floating_point_ops = lambda _: turns.append("count")
-    original = torch.isinf
+    trainer.model.eval()
+    workload.step()
+    assert trainer.model.training
 
-    def check(value: Any) -> Any:
-        turns.append("check")
-        return original(value)
 
-    with mock.patch.object(torch, "isinf", check):
-        workload.step()
-    return turns if trainer.model.training else []
+def list_turns(make: Callable[[], Any], run: Callable[[Any], Any]) -> list[str]:
+    """What a run of a Trainer does in turn: forward passes, waiting for a loss, and work on all parameters."""
+    turns: list[str] = []
+
+    def note(turn: str, original: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> Any:
+            turns.append(turn)
+            return original(*given, **more)
+
+        return noted
+
+    with ExitStack() as stack:
+        for owner, name in ((torch, "isinf"), (programs.Trainer, "floating_point_ops")):
+            stack.enter_context(mock.patch.object(owner, name, note(name, getattr(owner, name))))
+        trainer = make()
+        trainer.model.forward = note("forward", trainer.model.forward)
+        trainer.model.zero_grad = note("zero_grad", trainer.model.zero_grad)
+        trainer.accelerator.clip_grad_norm_ = note("clip", trainer.accelerator.clip_grad_norm_)
+        run(trainer)
+    return turns
+
+
+def a_planned_trainer() -> Any:
+    """One that trains two steps of 8 rows, in passes of 3."""
+    program = programs.Program(rows=32, arguments={"max_grad_norm": 0.01, "max_steps": 2})
+    kind = programs.with_plan(programs.Trainer, programs.make_plan((8,), (3,)))
+    return kind(args=programs.make_arguments(program, tempfile.mkdtemp()), **programs.make_parts(program))
 
 
 def list_prefetches() -> list[int | None]:
@@ -117,7 +137,8 @@ def probe_all(folder: Path, rank: int) -> None:
     found = {
         "trainer": probe(a_trainer()),
         "module": probe(a_module()),
-        "turns": list_turns(a_trainer()),
+        "turns": list_turns(a_trainer, step_probe),
+        "trained turns": list_turns(a_planned_trainer, lambda trainer: trainer.train()),
         "prefetches": list_prefetches(),
         "lengths": count_lengths(),
         "own batch": own_batch(),
@@ -136,9 +157,8 @@ def test_its_own_steps_are_measured_or_it_is_refused(trainer_ranks: Callable[...
     rows, moved = found["module"]
     assert rows == 32
     assert moved > 0
-    assert found["turns"] == ["forward", "check", "count"] * 3, (
-        "no pass is queued before the one before has been computed"
-    )
+    assert found["turns"].count("forward") == 3
+    assert found["turns"] == found["trained turns"][-len(found["turns"]) :], "as a training by a plan"
     assert found["prefetches"] == [0, 0, None], "rows that a trainer fetches between steps are fetched there"
     assert found["lengths"] == 32
     assert found["own batch"] == (12, 6)

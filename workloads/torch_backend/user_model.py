@@ -156,43 +156,47 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
         return self._compute(batch)
 
 
-def _from_trainer(trainer: Any) -> Recipe:
-    from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
+class TrainerSteps:
+    """The passes of a Trainer, and its work on the host between them and steps, as in a training by a plan."""
 
-    optimizer = trainer.create_optimizer()
-    most = trainer.args.max_grad_norm
+    def __init__(self, trainer: Any, optimizer: Any) -> None:
+        self._trainer = trainer
+        self._passes = 0  # of this step,
+        self._loss: Any = None  # their sum,
+        self._batch: Any = None  # and the last one's
+        optimizer.register_step_pre_hook(self._finish)
+        optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
-    passes: list[tuple[Any, Any]] = []  # loss and batch of the pass before, if there is one
-
-    def check_loss() -> None:
-        """Ask for the last loss after a backward pass, as the trainer does: the next pass isn't queued before.
-
-        Then it counts the model's parameters for each pass, which takes milliseconds.
-        """
-        for loss, batch in passes:
-            if trainer.args.logging_nan_inf_filter:
-                bool(torch.isnan(loss) or torch.isinf(loss))
-            trainer.floating_point_ops(batch)
-        passes.clear()
-
-    def finish(*_: Any) -> None:
-        """Wait and clip, as the trainer does between the last backward pass and the optimizer's step."""
-        check_loss()
-        if most:
-            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), most)
-
-    optimizer.register_step_pre_hook(finish)
-
-    def compute(batch: Any) -> Any:
-        check_loss()
-        trainer.model.train()  # the trainer does this, and counts labels, before each pass, while its GPU waits
+    def compute(self, batch: Any) -> Any:
+        """The loss of a pass; labels are counted before the first one's forward pass is queued."""
+        trainer = self._trainer
+        trainer.model.train()
         if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):
             labels.ne(-100).sum().to(trainer.args.device)
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-        passes.append((loss.detach(), batch))
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        self._passes, self._batch = self._passes + 1, batch
         return loss
 
+    def _finish(self, *given: Any) -> None:
+        """Wait for the loss, count operations, which goes through all parameters for each pass, and clip."""
+        trainer, loss = self._trainer, self._loss
+        if trainer.args.logging_nan_inf_filter and loss is not None:
+            bool(torch.isnan(loss) or torch.isinf(loss))
+        for _ in range(self._passes):
+            trainer.floating_point_ops(self._batch)
+        self._passes = 0
+        self._loss = self._batch = None
+        if trainer.args.max_grad_norm:
+            trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+
+
+def _from_trainer(trainer: Any) -> Recipe:
+    from evener.huggingface.rows import find_lengths, needs_equal_passes, training_rows
+
+    optimizer = trainer.create_optimizer()
+    compute = TrainerSteps(trainer, optimizer).compute
     rows, collate, _ = training_rows(trainer, trainer.get_train_dataloader)
     lengths = None if needs_equal_passes(trainer) else find_lengths(trainer)
     workers, pinned = trainer.args.dataloader_num_workers, trainer.args.dataloader_pin_memory
