@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from ..errors import RequestError
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = 4096  # numbers of a mean gradient from which a CPU gains by weighting as it copies
 MOST_PATTERNS = 64  # of flags that a bucket keeps
+MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
 TAIL = 2  # numbers of a bucket that are no gradient's
 
 GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
@@ -117,19 +118,19 @@ class Bucket:
         self._held_views = _cut(self._hold, self._parameters)
         self.flat.zero_()
 
-    def weigh(self, weight: float, number: int, changed: bool = False) -> None:
+    def weigh(self, weight: float, number: int) -> None:
         """Gather, and multiply by the weight of this rank."""
         gradients = list(map(GRADIENT, self._parameters))
         if all(map(is_not, gradients, self._views)) and all(map(is_not, gradients, repeat(None))):
             self._absent, self._hold = [], None
-            self._gather_new(gradients, self._pattern(number, changed, weight != 0.0), weight)
+            self._gather_new(gradients, self._pattern(number, weight != 0.0), weight)
             return
         self.gather()
         for place in self._absent:
             self._views[place].zero_()
             self._forget(place)
         self._multiply(weight)
-        self._flags.copy_(self._pattern(number, changed, weight != 0.0))
+        self._flags.copy_(self._pattern(number, weight != 0.0))
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
@@ -154,15 +155,15 @@ class Bucket:
         if self._hold is not None:
             self._held_views[place].zero_()
 
-    def _pattern(self, number: int, changed: bool, counts: bool) -> torch.Tensor:
+    def _pattern(self, number: int, counts: bool) -> torch.Tensor:
         """A flag for each gradient that is there and `counts`, and the tail."""
-        key = (number, changed, counts, *self._absent)
+        key = (number, counts, *self._absent)
         if key not in self._patterns:
             if len(self._patterns) >= MOST_PATTERNS:
                 self._patterns.clear()
             flags = torch.full((len(self._parameters) + TAIL,), float(counts), dtype=self.flat.dtype)
             flags[self._absent] = 0
-            flags[-TAIL:] = torch.tensor([changed, number])
+            flags[-TAIL:] = torch.tensor([0, number])
             self._patterns[key] = flags.to(self.flat.device)
         return self._patterns[key]
 
@@ -242,7 +243,7 @@ class HostCopy:
 
 
 class Tails:
-    """Reads the tails of sums: a step late where a device is behind, so that nobody waits for it."""
+    """Reads the tails of sums: after the first a step late where a device is behind, so that nobody waits for it."""
 
     def __init__(self) -> None:
         self._copied: HostCopy | None = None
@@ -255,7 +256,7 @@ class Tails:
             (changed, number), before = tail.tolist(), expected
         elif self._copied is None:
             self._copied = HostCopy(tail)
-            return False
+            (changed, number), before = self._copied.read(), expected
         else:
             changed, number = self._copied.read_and_take(tail)
         if number != before:
@@ -268,35 +269,54 @@ class Tails:
 
 
 class Buffers:
-    """A module's buffers, and whether one has changed."""
+    """A module's buffers, but for those whose names are `ignored`, and whether their values have changed."""
 
-    def __init__(self, module: Any) -> None:
-        self._owners = [each._buffers for each in module.modules()]  # found once: they are many
-        self._versions: list[tuple[int, int]] = []
-        self._first: list[torch.Tensor] = []
+    def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
+        owners = ((f"{name}." if name else "", each._buffers) for name, each in module.named_modules())
+        self._owners, self._ignored = list(owners), ignored  # found once: they are many
+        self._places: list[tuple[int, int]] = []
+        self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each device: bytes, and what they were
 
     def all(self) -> list[torch.Tensor]:
         """Every buffer, once."""
-        every = (each for own in self._owners if own for each in own.values() if each is not None)
-        return list({id(each): each for each in every}.values())
+        every = ((prefix + name, each) for prefix, own in self._owners for name, each in own.items())
+        found = {id(each): each for name, each in every if each is not None and name not in self._ignored}
+        return list(found.values())
 
-    def keep(self) -> None:
-        """Keep the values, for `differ`."""
-        self._first = [each.detach().clone() for each in self.all()]
+    def keep(self) -> bool:
+        """Keep the values, for `add_changes`; False if they would take too much memory."""
+        self._places, self._known = self._find_places(), []
+        buffers = self.all()
+        if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
+            return False
+        for device in {each.device for each in buffers}:
+            own = [_bytes_of(each) for each in buffers if each.device == device]
+            self._known.append((own, torch.cat(own)))
+        return True
 
-    def differ(self) -> bool:
-        """True if values aren't those that were kept; they are kept no longer.
+    def add_changes(self, flag: torch.Tensor) -> None:
+        """Add to the flag if values aren't those that were kept; no device is waited for.
 
-        It sees changes that PyTorch's count of versions doesn't: those of BatchNorm, and by `buffer.data`.
+        Values are compared, as PyTorch counts no changes by `buffer.data`, nor those of BatchNorm.
         """
-        before, self._first = self._first, []
-        now = self.all()
-        return len(now) != len(before) or not all(map(torch.equal, now, before))
+        if self._find_places() != self._places:
+            flag.add_(1)
+            return
+        for own, kept in self._known:
+            now = torch.cat(own)
+            if kept.is_cuda:
+                flag.add_((now != kept).any().to(flag.device, non_blocking=True))
+            elif not torch.equal(now, kept):
+                flag.add_(1)
 
-    def have_changed(self) -> bool:
-        """True if one was changed since this was asked last, or another is in its place."""
-        before, self._versions = self._versions, [(id(each), each._version) for each in self.all()]
-        return self._versions != before
+    def _find_places(self) -> list[tuple[int, int]]:
+        return [(id(each), each.data_ptr()) for each in self.all()]
+
+
+def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """What it takes of its storage, where it is."""
+    last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.detach().as_strided((last + 1 if buffer.numel() else 0,), (1,)).view(torch.uint8)
 
 
 class Held:

@@ -63,8 +63,8 @@ class Exchange:
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
         self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
-        buffers = [each for name, each in module.named_buffers() if name not in ignored]
-        self.buffers, self._spreads = Buffers(module), broadcast_buffers and bool(buffers)
+        self.buffers, self._common = Buffers(module), Buffers(module, ignored)
+        common = self._common.all()
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
@@ -85,10 +85,11 @@ class Exchange:
         ids = set(map(id, named.values()))
         for each in _exchanges:  # a sharded model refuses
             each.has_any(ids)
-        self._always = False  # buffers change in every step
         if not alone:
-            self._agree([*named.values(), *buffers])
-            self.buffers.keep()
+            self._agree([*named.values(), *common])
+        wanted = broadcast_buffers and bool(common) and not alone
+        self._compares = wanted and self._common.keep()  # until buffers change: then they are the first rank's,
+        self._spreads = wanted and not self._compares  # after each sum
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
         self._listen()
         for hooks in (self._hooks, self._begins):
@@ -117,6 +118,11 @@ class Exchange:
         for device in {each.device for each in tensors}:
             own = [each for each in tensors if each.device == device]
             dist._broadcast_coalesced(group, own, 250 << 20, 0)
+
+    def _spread_buffers(self) -> None:
+        buffers = self._common.all()
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # as DDP: a graph may be kept
+            self._spread([each.detach() for each in buffers])
 
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
@@ -234,8 +240,9 @@ class Exchange:
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
         self._sent += 1
-        changed = self._sent == 1 and self._spreads and self.buffers.have_changed()
-        bucket.weigh(self.weight, self.number, changed)
+        bucket.weigh(self.weight, self.number)
+        if self._sent == 1 and self._compares:
+            self._common.add_changes(bucket.tail[:1])
         if self._sent == len(self._buckets):
             self.ready()
         note_own()
@@ -272,14 +279,14 @@ class Exchange:
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums, self.ran = self.sums + 1, True
         self.held.settle()
-        changed = self._tails.read(self._buckets[0].tail, self.number * self._world)
-        if self._order is not None or (self._spreads and (changed or self._always)):
+        if self._tails.read(self._buckets[0].tail, self.number * self._world):
+            self._spreads, self._compares = True, False
+        if self._order is not None or self._spreads:
             with own_collectives():
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
-                    self._spread([each.detach() for each in self.buffers.all()])
-                    self.buffers.have_changed()  # by this
+                    self._spread_buffers()
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
@@ -287,11 +294,10 @@ class Exchange:
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(dict.fromkeys([*map(place_of.__getitem__, seen), *reversed(place_of.values())]))
         order = torch.tensor(places, device=self._buckets[0].flat.device)
-        seen_here = torch.tensor([self._repeats, self.buffers.differ()], device=order.device, dtype=torch.int64)
+        repeats = torch.tensor([int(self._repeats)], device=order.device)
         dist.broadcast(order, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
-        dist.all_reduce(seen_here, dist.ReduceOp.MAX, group=self.group)
-        repeats, self._always = map(bool, seen_here.tolist())
-        self._order, self._early = None, not repeats
+        dist.all_reduce(repeats, dist.ReduceOp.MAX, group=self.group)
+        self._order, self._early = None, not repeats.item()
         if dist.get_rank(self.group) == 0:
             warn_of_hooks(self.parameters, own_hooks)
         self._buckets = make_buckets([self.parameters[place] for place in order.tolist()], self._bytes)

@@ -22,7 +22,7 @@ from evener.errors import DeviceError, EvenerError, PlanError, RequestError
 from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
-from evener.torch_split import Split
+from evener.torch_split import Split, buckets
 from evener.torch_split.exchange import Exchange, own_hooks
 from evener.torch_split.ranks import Stand, choose_device, leave_group
 from evener.torch_split.wrapped import model_digest, watch, wrap_module
@@ -54,6 +54,27 @@ def test_the_last_reference_to_a_group_that_was_left_is_not_a_models() -> None:
     gc.collect()
     assert group() is not None
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64])
+def test_a_buffer_of_any_type_is_seen_to_change(dtype: torch.dtype) -> None:
+    """Also by its last number, in memory of any order; what is no number, or ignored, doesn't count as a change."""
+    module, flag = torch.nn.Sequential(torch.nn.Identity()), torch.zeros(1)
+    for name, buffer in {
+        "no_number": torch.tensor(torch.nan),
+        "empty": torch.zeros(0, 3),
+        "other": torch.zeros(4, 3, 2, dtype=dtype).permute(1, 2, 0)[1:],
+        "left": torch.zeros(()),
+    }.items():
+        module[0].register_buffer(name, buffer)
+    seen = buckets.Buffers(module, {"0.left"})
+    assert seen.keep()
+    module[0].left.data.add_(1)
+    seen.add_changes(flag)
+    assert flag.item() == 0
+    module[0].other.data[1, 1, 3] = 1
+    seen.add_changes(flag)
+    assert flag.item() == 1
 
 
 def test_one_device_needs_no_group(tmp_path: Path) -> None:

@@ -90,30 +90,115 @@ def a_shared_layer_in_reentrant_checkpoints_later(shares: tuple[int, ...], rows:
 
 
 class Drifting(nn.Module):
-    """Some steps change a buffer, another on each rank: the first rank's counts from the next step on."""
+    """Some steps change buffers, otherwise on each rank: the first rank's count from the next step on."""
 
-    def __init__(self, steps: range, unseen: bool) -> None:
+    def __init__(self, steps: range, change: Callable[[Any, int], None], first: bool = True) -> None:
         super().__init__()
-        self.net, self.steps, self.unseen, self.step = network(), steps, unseen, 0
-        self.register_buffer("factor", torch.ones(()))
+        self.net, self.steps, self.change, self.step, self.first = network(), steps, change, 0, first
+        self.held = nn.Module().eval()
+        self.held.register_buffer("factor", torch.ones(()))
+        self.held.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.held.register_buffer("even", torch.zeros(3, 2, dtype=torch.bool).T)
+        self.held.register_buffer("empty", torch.zeros(0, 2), persistent=False)
+        self.held.register_buffer("endless", torch.tensor([1.0, -torch.inf]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.net(inputs) * self.factor.clone()
+        held = self.held
+        scores: torch.Tensor = self.net(inputs) * held.factor.clone() + held.count * 0.1 + held.even[0]
         self.step += 1
-        if self.step in self.steps:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            (self.factor.data if self.unseen else self.factor).add_(0.1 + rank)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.step in self.steps and (rank or self.first):
+            self.change(held, rank + 1)
         return scores
+
+
+def _add(held: Any, by: int) -> None:
+    held.factor.add_(0.1 * by)
+
+
+def _add_unseen(held: Any, by: int) -> None:
+    held.factor.data.add_(0.1 * by)
+
+
+def _replace(held: Any, by: int) -> None:
+    held.factor = held.factor + 0.1 * by
+    held.register_buffer("late", held.factor.clone())
+
+
+def _put_other_memory(held: Any, by: int) -> None:
+    held.factor.data = held.factor + 0.1 * by
+
+
+def _count_unseen(held: Any, by: int) -> None:
+    held.count.data[1] += by
+
+
+def _turn_unseen(held: Any, by: int) -> None:
+    held.even.data[0, by % 3].logical_not_()
 
 
 @exact
 def a_buffer_that_some_steps_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(3, 9, 2), False), plain)
+    return fit(shares, rows, Drifting(range(3, 9, 2), _add), plain)
 
 
 @exact
 def a_buffer_that_pytorch_does_not_see_change(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    return fit(shares, rows, Drifting(range(1, 99), True), plain)
+    return fit(shares, rows, Drifting(range(1, 99), _add_unseen), plain)
+
+
+@exact
+def a_buffer_that_changes_unseen_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _add_unseen), plain)
+
+
+@exact
+def a_buffer_that_other_ranks_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _add_unseen, first=False), plain)
+
+
+@exact
+def a_buffer_that_is_replaced(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 9, 2), _replace), plain)
+
+
+@exact
+def a_buffer_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _put_other_memory), plain)
+
+
+@exact
+def whole_numbers_that_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _count_unseen), plain)
+
+
+@exact
+def truths_that_change_unseen(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _turn_unseen), plain)
+
+
+@exact
+def a_buffer_of_a_graph_that_is_kept(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """A sum between two backward passes of one forward pass leaves it as it is."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        outputs.square().mean().backward(retain_graph=True)
+        F.cross_entropy(outputs, labels).backward()
+        optimizer.step()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+            self.register_buffer("factor", torch.full((CLASSES,), 1.5))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.net(inputs) * self.factor
+            return scores
+
+    return fit(shares, rows, Scaled(), step)
 
 
 class Experts(nn.Module):
