@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[1]
-FRAMEWORKS = {  # the beginnings of test files' names
+FRAMEWORKS = {  # the beginnings of test files' names, or of a file's tests
     "PyTorch": ("test_torch_", "test_noise_scale"),
     "transformers, TRL": ("test_huggingface", "test_trainer_matrix", "test_loss_check"),
     "Lightning": ("test_lightning",),
     "Keras": ("test_keras_", "test_fit_kinds", "test_early_sums"),
-    "Ray Train": ("test_ray_trainings",),
+    "Ray Train": tuple(f"test_ray_hosts::test_{words}" for words in ("a_launch", "a_plan", "a_training", "ray_train")),
 }
 FEATURES = {  # words in the names of tests and of their cases
     "same weights as one process": r"learns?\b|weights|exact|what_one",
@@ -49,7 +49,7 @@ class Tested(NamedTuple):
 def find_tests() -> Iterator[Tested]:
     """Every test of a training, with the words by which features are found."""
     for path in sorted((REPO / "tests").rglob("test_*.py")):
-        if not any(path.name.startswith(names) for names in FRAMEWORKS.values()):
+        if not any(path.name.startswith(each.partition("::")[0]) for names in FRAMEWORKS.values() for each in names):
             continue
         text = path.read_text()
         tree = ast.parse(text)
@@ -98,7 +98,8 @@ def tested_page() -> str:
             found = [
                 each
                 for each in tests
-                if each.file.startswith(prefixes) and re.search(words, f"{each.file} {each.name} {each.words}")
+                if f"{each.file}::{each.name}".startswith(prefixes)
+                and re.search(words, f"{each.file} {each.name} {each.words}")
             ]
             counts = [sum(each.place == place for each in found) for place in PLACES]
             cells.append(" / ".join(str(count or "–") for count in counts) if found else "–")

@@ -31,9 +31,8 @@ NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they imp
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 LONGEST = (
     "test_keras_exact.py",
-    "test_ray_trainings.py",
-    "test_keras_group.py",
     "test_ray_hosts.py",
+    "test_keras_group.py",
     "test_keras_programs.py",
     "test_keras_workloads.py",
     "test_lightning_oom.py",

@@ -1,8 +1,12 @@
-"""Probes on the hosts of a Ray cluster: two nodes on loopback, of which each test uses a core of its own."""
+"""Probes on the hosts of a Ray cluster, and trainings over them: two nodes on loopback, each test on cores of its own.
+
+One file, as a cluster takes ten seconds of CPU to start.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -34,9 +38,10 @@ from evener.devices.cluster.discovery import describe_versions, hold_other_gpus
 from evener.devices.discover import discover
 from evener.devices.sampler import open_sampler
 from evener.devices.types import Device, State
-from evener.errors import DeviceError, RequestError
-from evener.plan.file import load_plan
+from evener.errors import DeviceError, PlanError, RequestError
+from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
+from evener.tui.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
 from tests.support.probers import child_prober
@@ -54,6 +59,7 @@ from tests.support.ray_cluster import (
     until,
     until_gone,
 )
+from tests.support.ray_programs import LAUNCHED, SCRIPT, SOON_SILENT, SURVIVING, WAITING, plan_over
 
 skip_without("ray")
 pytestmark = [
@@ -315,24 +321,6 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
     cluster.remove_node(node, allow_graceful=False)
 
 
-SCRIPT = """
-import torch
-import sizes
-
-class Model(torch.nn.Linear):
-    def forward(self, rows):
-        assert len(rows) < 64, "too many"
-        return super().forward(rows)
-
-def build(width=4):
-    model = Model(sizes.INPUTS, width)
-    return model, torch.optim.SGD(model.parameters(), 0.01), torch.nn.functional.mse_loss
-
-def sample_batch(n):
-    return torch.ones(n, sizes.INPUTS), torch.ones(n, 4)
-"""
-
-
 @pytest.mark.slow
 def test_a_script_of_the_users_own_is_measured_on_every_host(devices: tuple[Device, ...], tmp_path: Path) -> None:
     skip_without("torch")
@@ -371,3 +359,178 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     until_gone(started)
+
+
+@pytest.fixture
+def free_cluster(cluster: Any) -> Any:
+    """The cluster with nothing of this process on it."""
+    end_agents()
+    return cluster
+
+
+@pytest.mark.slow
+def test_a_plan_over_hosts_is_launched_on_all_of_them(free_cluster: Any, tmp_path: Path) -> None:
+    """Each process on its device; one that fails ends all of them."""
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", free_cluster.address]
+    answer = subprocess.run(
+        [*command, "plan.toml", "train.py", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    processes = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(3)]
+    assert [each["place"] for each in processes] == [
+        [FIRST, "cpu-0-of-1"],
+        [SECOND, "cpu-0-of-2"],
+        [SECOND, "cpu-1-of-2"],
+    ]
+    (workers,) = {tuple(each["workers"]) for each in processes}
+    assert [worker.rpartition(":")[0] for worker in workers] == [FIRST, SECOND, SECOND]
+    assert f"[{SECOND}] [CPU:0] hello" in answer.stdout
+    assert "rank 1 ended with exit code 7" in answer.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_path: Path) -> None:
+    """The others start again with its rows, and meet at another host, as it was the first; they name the plan."""
+    node = free_cluster.add_node(node_ip_address=THIRD, **NODE)
+    until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
+    plan = plan_over(("cpu-0-of-1", THIRD), ("cpu-0-of-2", FIRST), ("cpu-1-of-2", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text(SURVIVING)
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as stream:
+        command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", free_cluster.address]
+        launch = subprocess.Popen(
+            [*command, "--max-restarts", "2", "plan.toml", "train.py", str(tmp_path)],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stream,
+        )
+    until(lambda: launch.poll() is not None or len(list(tmp_path.glob("3*.json"))) == 3, "all three", 150)
+    assert launch.poll() is None, errors.read_text()
+    kill_raylet(node)
+    assert launch.wait(180) == 0, errors.read_text()
+    free_cluster.remove_node(node, allow_graceful=False)
+    said = [line for line in errors.read_text().splitlines() if line.startswith("evener: ")]
+    assert said[0].startswith(f"evener: the host {THIRD} has ")  # left, or not answered
+    assert said[1:] == [
+        f"evener: {THIRD} is left out: 1+5+2 → 0+6+2 rows",
+        "evener: all others start again, 1 of 2 times",
+    ]
+    for i, host in enumerate((FIRST, SECOND)):
+        started = json.loads((tmp_path / f"2 {host}.json").read_text())
+        assert [worker.rpartition(":")[0] for worker in started["workers"]] == [FIRST, SECOND]
+        assert parse_plan(started["plan"].encode()).batches == (0, 6, 2)
+        assert started["index"] == i
+
+
+class Training:
+    """One host's part: it says nothing, and ends with its code once `end` is set."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.end = code, threading.Event()
+
+    def ask(self, method: str, seconds: float) -> tuple[list[bytes], int]:
+        self.end.wait()
+        return [], self.code
+
+
+def test_a_launch_ends_with_the_code_of_the_host_that_failed_first() -> None:
+    trainings: Any = [Training(143), Training(7)]
+    parts = [HostPart("host", training) for training in trainings]
+    trainings[1].end.set()
+    threading.Timer(0.5, trainings[0].end.set).start()  # it was stopped for that
+    assert wait_for_hosts(parts, []) == 7
+    assert [part.code for part in parts] == [143, 7]
+
+
+def test_a_cluster_that_shrank_since_the_plan_is_said(free_cluster: Any, tmp_path: Path) -> None:
+    plan_over(("cpu-0-of-1", "10.9.9.9")).save(tmp_path / "plan.toml")
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(RequestError, match=r"no host '10\.9\.9\.9'"):
+        launch_on_cluster(tmp_path / "plan.toml", [str(tmp_path / "train.py")], 0, None, "", 60.0)
+
+
+def test_ray_train_has_refusals(free_cluster: Any) -> None:
+    skip_without("torch")
+    trainer = pytest.importorskip("evener.ray").trainer
+    plan = plan_over(("cpu-0-of-1", FIRST))
+    nothing: dict[str, Any] = {}
+    for wrong, options, words in (
+        (plan_over(("cpu-0-of-1", "")), nothing, "names no hosts"),
+        (plan_over(("cpu-0-of-1", "10.9.9.9")), {}, "no host"),
+        (msgspec.structs.replace(plan, framework="tensorflow"), {}, "trains with PyTorch"),
+        (plan, {"datasets": {}}, "datasets is decided by the plan"),
+    ):
+        with pytest.raises((PlanError, RequestError), match=words):
+            trainer(wrong, print, **options)
+
+
+@pytest.mark.slow
+def test_ray_train_trains_by_a_plan_over_hosts(
+    free_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 + 2 slices, oversubscribed: the weights of one process, to 1e-12, also from Ray's checkpoint."""
+    skip_without("torch")
+    pytest.importorskip("pydantic", reason="Ray Train needs it")
+    import ray.train
+    import torch
+
+    from evener.ray import trainer
+    from tests.support import ray_training, torch_ranks
+
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # not 2: it waits so long for a report, and the end
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND), ("cpu-1-of-2", SECOND))
+    stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))
+    made = trainer(plan, ray_training.train_loop, train_loop_config={"folder": str(tmp_path)}, run_config=stored)
+    assert made.fit().metrics == {"steps": ray_training.SAVED}
+    weights, losses = torch_ranks.reference(torch_ranks.CASES[ray_training.NAME], 8)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    assert sorted((rank["host"], rank["rows"]) for rank in ranks) == [(FIRST, 1), (SECOND, 2), (SECOND, 5)]
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(losses, abs=1e-12)
+        for mine, expected in zip(rank["weights"], weights, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(
+    free_cluster: Any, tmp_path: Path
+) -> None:
+    """The last test, as the cluster loses its head. Ray alone ends the launcher after a minute, and no rank."""
+    import ray
+
+    (tmp_path / "train.py").write_text(WAITING)
+    plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-1", SECOND), engine="multiworker")
+    msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
+    started = tmp_path / "started"
+    started.mkdir()
+    ray.shutdown()  # Ray would end this process too
+    words = [
+        "--ray",
+        "--ray-address",
+        free_cluster.address,
+        "--max-restarts",
+        "2",
+        "plan.toml",
+        "train.py",
+        str(started),
+    ]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", SOON_SILENT, "launch", *words],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: len(list(started.iterdir())) == 2 or launcher.poll() is not None, "both hosts")
+    os.kill(free_cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=240)
+    said = [line for line in errors.splitlines() if line.startswith("evener:")]
+    assert launcher.returncode == 3, errors
+    assert re.match(r"evener: The head of the Ray cluster, .*, doesn't answer any more: ", said[-1])
+    assert not [line for line in said if "start again" in line]
+    until_gone(list_processes(str(started)))
