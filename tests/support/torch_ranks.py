@@ -20,7 +20,7 @@ from evener.torch_split import Split
 from tests.support.launched_plan import make_plan
 
 STEPS = 21  # of a training that is launched, and goes on after losses
-TWO_EPOCHS = 14  # steps of every other one
+OVER_AN_EPOCH = 9  # steps of every other one, most of which have 7 an epoch
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
 WIDTH = 7
 
@@ -213,7 +213,7 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
     update = optimizer(case, net)
     losses: list[float] = []
     loader = split.loader(data(case), seed=2)
-    while len(losses) < TWO_EPOCHS:
+    while len(losses) < OVER_AN_EPOCH:
         for rows, classes in loader:
             step = len(losses)
             last = (step + 1) % case.accumulate == 0
@@ -223,7 +223,7 @@ def train(case: TrainingCase, path: str) -> tuple[list[torch.Tensor], list[float
             with nullcontext() if last or not case.no_sync else split.no_sync(net):
                 losses.append(compute(case, split, net, (rows.to(split.device), classes.to(split.device))))
             finish(case, step, net, update)
-            if len(losses) == TWO_EPOCHS:
+            if len(losses) == OVER_AN_EPOCH:
                 break
     return [weights.detach().cpu() for weights in net.parameters()], losses
 

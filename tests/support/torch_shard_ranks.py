@@ -57,7 +57,7 @@ def train_with_late_copies(world: int) -> dict[str, Any]:
     torch.distributed.broadcast = lambda tensor, source, async_op=False: (
         LateCopy(tensor, source, async_op) if async_op else _broadcast(tensor, source)
     )
-    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+    for step, batch in enumerate(split.loader(data(), seed=2)):
         compute(LATE, split, model, batch)
         norms.append(finish(LATE, step, model, update))
     torch.distributed.broadcast = _broadcast
@@ -80,7 +80,7 @@ def train_in_half(world: int) -> dict[str, Any]:
         lambda module, _, outputs: seen.update((module.weight.dtype, outputs.dtype))
     )
     update = make_optimizer(case, model)
-    for step, batch in zip(range(5), split.loader(data(), seed=2), strict=False):
+    for step, batch in enumerate(split.loader(data(), seed=2)):
         compute(case, split, model, batch)
         finish(case, step, model, update)
     types = {each.dtype for each in model.parameters()}, seen
