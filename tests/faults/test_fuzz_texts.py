@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evener.tui.cli.main import run
 from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
-EXAMPLES = {"machine": 40, "journal": 60, "recording": 60}  # more by benchmarks.fuzz, for as long as asked
+EXAMPLES = {"machine": 20, "journal": 30, "recording": 30}  # more by benchmarks.fuzz, for as long as asked
 LONGEST_SECONDS = 5.0  # of CPU, for one text
 
 
@@ -21,7 +21,7 @@ def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
     """Cut, spliced, reordered, with huge numbers, deep nesting, and bytes that are no text."""
     mutated = mutations(seeds(name))
 
-    @settings(max_examples=EXAMPLES.get(name, 150), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES.get(name, 80), deadline=None, suppress_health_check=list(HealthCheck))
     @given(mutated)
     def law(data: bytes) -> None:
         started = time.process_time()
@@ -90,7 +90,7 @@ def test_any_word_on_the_command_line_is_an_exit_code(
 ) -> None:
     """0 to 3 and no escape character, as text and as JSON, for words that no shell would stop."""
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(WORDS, st.booleans())
     def law(word: str, as_json: bool) -> None:
         if "/" in word or word.endswith(".toml"):

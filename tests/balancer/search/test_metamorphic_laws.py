@@ -1,6 +1,6 @@
 """Asked in another way, a search does no worse: pairs of whole runs on machines of several families.
 
-`python -m benchmarks.search --families hard --laws` tries all families.
+`python -m benchmarks.search --families hard --laws` tries all families, and other seeds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tests.support import machine_families_hard as hard
 from tests.support.search_laws import LAWS, NOISE
 
 FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small_memory", "mixed_many", "knee")
-SEEDS = (2, 4)
+SEED = 4
 # what still fails, with the cause; a change that mends a cause removes its lines
 TODAY: dict[tuple[str, str], str] = {
     (
         "a useless device more",
         "memory_bend",
-    ): "seed 4, free: 4.3 % since checks go on to 5 % and rounds must promise more",
+    ): "free: 4.3 % since checks go on to 5 % and rounds must promise more",
 }
 
 
@@ -35,7 +35,6 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("law", "family"), _cases())
 def test_a_pair_of_searches_keeps_the_law(law: str, family: str) -> None:
-    for seed in SEEDS:
-        for case in hard.cases(family, seed):
-            loss = LAWS[law](case)
-            assert loss <= NOISE, f"seed {seed}, {case.mode} {case.ask.words()}: {loss:.1%} worse"
+    for case in hard.cases(family, SEED):
+        loss = LAWS[law](case)
+        assert loss <= NOISE, f"{case.mode} {case.ask.words()}: {loss:.1%} worse"

@@ -19,7 +19,7 @@ from evener.errors import RequestError
 from tests.support.search_machines import Bench, benches, searched
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(benches(), st.booleans())
 def test_asking_twice_is_asking_once(bench: Bench, known: bool) -> None:
     """`ask` changes nothing."""
@@ -32,7 +32,7 @@ def test_asking_twice_is_asking_once(bench: Bench, known: bool) -> None:
             search.tell(one)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(benches(), st.randoms(use_true_random=False))
 def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: random.Random) -> None:
     """A search is a function of the set of observations."""
@@ -48,7 +48,7 @@ def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: rando
     assert other.why_stopped() == search.why_stopped()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(benches(), st.data())
 def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
     """A replayed journal asks for what the first run asked for next, so that the plan is the same.
@@ -67,7 +67,7 @@ def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -
     assert resumed.best() == search.best()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(benches(), st.sampled_from([0.25, 4.0]))
 def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
     """What counts is how devices compare, not how fast all of them are."""
@@ -83,7 +83,7 @@ def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
     assert bench.rate(same.layout) == pytest.approx(bench.rate(best.layout), rel=0.01)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(benches(fewest=2), st.randoms(use_true_random=False))
 def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Random) -> None:
     """A device's place in the request has no influence on how fast the answer is."""
@@ -98,7 +98,7 @@ def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Ran
     assert turned.rate(same.layout) == pytest.approx(bench.rate(best.layout), rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(benches(), st.data())
 def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
     """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out of memory."""
@@ -128,7 +128,7 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
         assert best.layout.global_batch == batch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(benches(fewest=2, most=5))
 def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
     """Whatever was measured, the answer is not slower than the rivals it was measured against."""
@@ -141,7 +141,7 @@ def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
             assert bench.rate(best.layout) >= 0.995 * bench.rate(rival.layout)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_it_ends_whatever_it_is_told(data: st.DataObject, count: int) -> None:
     """Random outcomes, failures and memory that is never enough all come to an end, with a reason."""
@@ -249,7 +249,7 @@ def test_a_budget_of_half_a_second_is_one() -> None:
     assert Search(Problem(1, (None,), budget_seconds=0.5)).ask()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(benches(), st.integers(16, 400), st.sampled_from([1, 4]))
 def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
     bench: Bench, rows: int, quantum: int
