@@ -13,6 +13,7 @@ from evener.errors import RequestError
 from evener.torch_split.exchange import Exchange
 from evener.torch_split.noise import PassNoise
 from tests.support import torch_noise_programs as programs
+from tests.support.frameworks import skip_without
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -42,7 +43,7 @@ def test_it_is_that_of_the_rows_own_gradients(measured: list[Any], name: str) ->
 @pytest.mark.parametrize(("trainer", "library"), [("huggingface", "transformers.trainer"), ("lightning", "lightning")])
 def test_trainers_measure_it_too(trainer_ranks: Callable[..., list[Any]], trainer: str, library: str) -> None:
     """With a batch at a time, and accumulated by two. Weights are bit for bit those without, also with accelerate."""
-    pytest.importorskip(library.partition(".")[0])
+    skip_without(library.partition(".")[0])
     truth = programs.true_noise_scale(programs.network(), programs.data())
     measured, same = trainer_ranks(f"tests.support.trainer_noise_programs.{trainer}", world=2, imports=library)[0]
     assert same
@@ -89,7 +90,7 @@ def test_one_process_compares_the_passes_of_a_step(name: str, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_trainer_in_one_process_compares_what_it_accumulates(trainer_ranks: Callable[..., list[Any]]) -> None:
-    pytest.importorskip("transformers")
+    skip_without("transformers")
     (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", imports="transformers.trainer")
     assert found["samples"] > 100
     assert found["low"] < programs.true_noise_scale(programs.network(), programs.data()) < found["high"]

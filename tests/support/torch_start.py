@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 240.0  # no rank takes so long, so it hangs
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing listens at, of those that no system hands out: nobody gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # Ray's workers listen below
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(gpus: bool = False) -> dict[str, str]:

@@ -17,7 +17,7 @@ from evener.plan.file import load_plan
 from evener.system.files import runs_folder
 from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
 from tests.support.cores import two_cores
-from tests.support.frameworks import LazyModule
+from tests.support.frameworks import LazyModule, skip_without
 
 torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def train(trainer_ranks: Ranks, tmp_path: Path) -> Ranks:
     plan.write_text(UNEVEN)
 
     def run(script: str, imports: str, *words: str) -> list[Any]:
-        pytest.importorskip(imports.partition(".")[0])
+        skip_without(imports.partition(".")[0])
         ranks = functools.partial(trainer_ranks, world=2, imports=imports)
         evenly = [] if words else ranks(f"{SCRIPTS}.run_saving_script", script)
         return [evenly, ranks(f"{SCRIPTS}.run_by_shares", str(plan), script, *words)]
@@ -165,7 +165,7 @@ def test_a_command_is_named_by_what_it_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -> None:
     """As --balance measures it: the program makes it, and ends where it would train."""
-    pytest.importorskip("transformers")
+    skip_without("transformers")
     found = trainer_ranks(f"{SCRIPTS}.save_captured_trainer", TRAINER, imports="transformers.trainer")
     assert found == [["Trainer", 0]]
 
