@@ -96,7 +96,8 @@ class Curve(msgspec.Struct, frozen=True):
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
         """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than `seconds`; 0: none."""
-        return int(min(self.most_rows(seconds), ceiling)) // quantum * quantum
+        most = self.most_rows(seconds)
+        return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
         """The most samples that take no longer than `seconds`, without a ceiling; the last one may be a part."""

@@ -223,6 +223,8 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if (type(value) not in _CONTAINERS and not isinstance(value, _CONTAINERS)) or len(value) > MOST_ITEMS:
         return None
     memo[id(value)] = value
+    if not value:  # as most of a module's are
+        return ()
     if isinstance(value, set):
         return set(value)
     items = list(value.items() if isinstance(value, dict) else enumerate(value))
@@ -230,7 +232,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _put_back(value: Any, was: Any) -> None:
-    if was is None:
+    if was is None or (was == () and not value):
         return
     if isinstance(value, torch.Tensor):
         version, copied = was
