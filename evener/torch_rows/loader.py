@@ -98,6 +98,7 @@ class Loader:
         self.drop_last = sampler.drop_last
         self.device = device or torch.device("cpu")
         self.prefetch = check_prefetch(prefetch, self.device)
+        self.drawn_ahead = self.prefetch + self.num_workers * (self.prefetch_factor or 2)  # most, before their turn
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         self._sent_to = torch.device("cpu") if on_host else self.device  # by what fetches ahead
@@ -166,12 +167,6 @@ class Loader:
         """Return when all that is fetched ahead is there; at once where nothing is."""
         if self._ahead is not None:
             self._ahead.wait_until_full()
-
-    @property
-    def drawn_ahead(self) -> int:
-        """The most batches whose rows are drawn before the loop asks for them."""
-        workers = self.num_workers * (self.prefetch_factor or 2)
-        return self.prefetch + workers
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next loop this epoch, from its first row; of an epoch whose state was just loaded, what is left."""

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 from ..errors import RequestError
-from ..shares.whole_rows import apportion, bounds, check_rank_shares
+from ..shares.whole_rows import apportion, check_rank_shares
 from ..training.dealing import Deal, Dealer
 from .structure import DealtBatch
 
@@ -233,16 +233,16 @@ class UnevenBatchSampler:
         return (self._slice(order, self.position + step * self.global_batch, schedule) for step in steps)
 
     def _slice(self, order: torch.Tensor, first: int, schedule: ShareSchedule) -> torch.Tensor:
-        start, stop = bounds(self.sizes_at(first, schedule=schedule))[self.rank]
-        return order[first + start : first + stop] if start < stop else order[first : first + 1]
+        sizes = self.sizes_at(first, schedule=schedule)
+        start, rows = first + sum(sizes[: self.rank]), sizes[self.rank]
+        return order[start : start + rows] if rows else order[first : first + 1]
 
     def _draw(self, epoch: int) -> torch.Tensor:
         if self.order is not None:
             return self.order.draw(epoch)
         if not self.shuffle:
             return torch.arange(self.length)
-        generator = torch.Generator()
-        generator.manual_seed(mix_seed(self.seed, epoch))
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:

@@ -308,11 +308,11 @@ class Steps(StepListener):
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a batch that the loop gets."""
+        weights = self._training.weights
+        weights.batches.take(origin, sizes, batch)
         if self._trains:
             self._training.timer.begin(sizes)
-        weights = self._training.weights
         self._training.watch_optimizers()
-        weights.batches.take(origin, sizes, batch)
         if self._trains and self._training.guards:
             self._guard = Guard(weights.models, batch, self._refuse_together)
 

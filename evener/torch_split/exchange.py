@@ -52,19 +52,22 @@ class Exchange:
     ) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
+        common = [each for name, each in module.named_buffers() if name not in ignored]
         self.parameters = [each for each in named.values() if each.requires_grad]
-        self.group, self.weight = group, 1.0
+        self.group, self._alone, self.weight = group, alone, 1.0
+        self._world = 1 if alone else dist.get_world_size(group)
+        if not alone:
+            self._agree([*named.values(), *common])
+        for each in _exchanges:  # a sharded model refuses
+            each.has_any(set(named))
         self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
-        self._tails, self._world = Tails(), 1 if alone else dist.get_world_size(group)
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
         usual = min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
-        self._bytes, self._alone = usual if bucket_bytes is None else bucket_bytes, alone
-        self.buffers, self._common = Buffers(module), Buffers(module, ignored)
-        common = self._common.all()
+        self._bytes = usual if bucket_bytes is None else bucket_bytes
         self.normalizers = [each for each in module.modules() if isinstance(each, _BatchNorm)]  # they mix rows
         self._order: list[int] | None = None if alone else []  # of gradients in the first pass; None: it is agreed on
         self._early = False  # buckets may go before the backward pass ends
@@ -81,17 +84,13 @@ class Exchange:
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
         self._came: set[int] = set()  # those of this backward pass that were looked at, by id
         self._repeats = False  # a parameter's gradient came in parts
-        self.held = Held(self.parameters)
-        ids = set(map(id, named.values()))
-        for each in _exchanges:  # a sharded model refuses
-            each.has_any(ids)
-        if not alone:
-            self._agree([*named.values(), *common])
+        self._listen()
+        self.held, self._tails = Held(self.parameters), Tails()
+        self.buffers, self._common = Buffers(module), Buffers(module, ignored)
         wanted = broadcast_buffers and bool(common) and not alone
         self._compares = wanted and self._common.keep()  # until buffers change: then they are the first rank's,
         self._spreads = wanted and not self._compares  # after each sum
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
-        self._listen()
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
         _exchanges.add(self)

@@ -21,6 +21,7 @@ from ..errors import RequestError
 from ..live.files import ShareChange
 from ..plan.solver import read_curves
 from ..shares.whole_rows import largest_pass, smallest_pass
+from ..torch_rows.loader import LoaderStates
 from ..torch_rows.sampler import LengthSampler, UnevenBatchSampler
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
@@ -33,7 +34,7 @@ from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
 from .retry import Passes, advice
 from .weights import BatchWeights, Weigh
-from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work
+from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work, take_on
 
 
 class PlannedTraining:
@@ -55,25 +56,30 @@ class PlannedTraining:
         journal: bool = False,
         rebalance: bool = False,
         noise: bool = False,
+        guard: bool = False,
         backend: str | None = None,
     ) -> None:
+        if found.in_passes and guard:
+            raise RequestError(
+                "A guard looks at whole batches, and the plan has passes.", "Use split.check(loader, ...)."
+            )
         self.rank, self.world, self.device = found.rank, found.world, found.device
-        self.plan, self.strict = found.plan, strict
+        self.plan, self.strict, self._is_sharded = found.plan, strict, found.is_sharded
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
+        self.noise = make_noise(noise, self.world)
         self.timer = make_timer(self.device, alone=self.world == 1)
-        self.weights = BatchWeights(found, weigh, self.timer)
-        self._reference = weakref.ref(self.weights)
-        self.noise = self.weights.noise = make_noise(noise, self.world)
         if self.noise is not None:
             self.timer.begun = self.noise.begin
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
+        self.weights, self.loaders = BatchWeights(found, weigh, self.timer, self.noise), LoaderStates()
+        self._reference = weakref.ref(self.weights)
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.ahead = 0  # the most batches that a loader draws before their turn
-        self.guards = False  # looks at the loss of its loops' first batch, before the backward pass
+        self.guards = guard and self.world > 1  # looks at the loss of its loops' first batch, before the backward pass
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit(advice)
         if self.world > 1:
@@ -134,9 +140,9 @@ class PlannedTraining:
         As `Split.wrap`.
         """
         self.check_whole()
-        check_model(model, self.plan, self.strict)
         weigh, now = self.weights.weigh, self.shares
         passes = largest_pass(now.batches, now.micros), smallest_pass(now.batches, now.micros)
+        check_model(model, self.plan, self.strict)
         check_normalization(model, weigh, self.world, *passes)
         if self.world == 1:
             model = model.to(self.device)
@@ -149,7 +155,8 @@ class PlannedTraining:
                 raise refuse_noise("FSDP")
             self.weights.follow(model, self.device)
             return model
-        model = self.weights.attach(model, self.device, options)
+        model, exchange = take_on(model, self.device, self.weights.forward, options, by_loss=weigh != "gradients")
+        self.weights.attach(model, exchange)
         if self.rebalancing is not None and not self.timer.has_own_work:
             raise RequestError(
                 "DistributedDataParallel's communication hook or mixed_precision needs its own sums, which don't show a"
@@ -160,7 +167,7 @@ class PlannedTraining:
 
     def check_whole(self) -> None:
         """RequestError if the plan has each device hold a part of the model."""
-        if self.shares.is_sharded:
+        if self._is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
                 "Use split.shard(model) in a loop of your own, or transformers' Trainer with with_plan.",

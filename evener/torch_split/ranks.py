@@ -306,6 +306,8 @@ def find_shares(
         raise
     on_gpu = [name for name, i in gpus.items() if device is not None and (device.type, device.index) == ("cuda", i)]
     if chosen is None:
+        device = device or choose_device(None, stand, gpus)
+        shares, passes = (_unplanned_share(device, gpus),) * stand.world, (1,) * stand.world
         divided = divide_by_ratios(ratios, global_batch, stand.world)
         own = RankInfo(machine, "", plan=zlib.crc32(msgspec.json.encode(divided)))
     else:
@@ -321,8 +323,6 @@ def find_shares(
         seen = _seen(chosen.layout.active, ranks)
         differences = fits(devices=seen, world=None, strict=strict, framework="torch")
         return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
-    device = device or choose_device(None, stand, gpus)
-    shares, passes = (_unplanned_share(device, gpus),) * stand.world, (1,) * stand.world
     script, training = os.path.basename(sys.argv[0]), ranks[0].training
     return RankShares(stand.rank, divided, divided, passes, shares, script, training, device=device)
 

@@ -23,7 +23,7 @@ from ..errors import RequestError
 from ..learning.noise_scale import NoiseScale
 from ..plan.file import Plan
 from ..shares.whole_rows import count_passes, shares_to_evaluate
-from ..torch_rows.loader import Loader, LoaderStates, check_options, count_rows, warn_of_short_batches
+from ..torch_rows.loader import Loader, check_options, count_rows, warn_of_short_batches
 from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.loss_check import LossMeaning
 from .batch import Part, Steps
@@ -91,18 +91,12 @@ class Split:
             raise RequestError(f"weigh is {weigh!r}.", "Give 'gradients' or 'loss'.")
         same: dict[str, bool | str] = {"weigh": weigh, "rebalance": rebalance, "noise": noise, "guard": guard}
         found = find_shares(plan, ratios, global_batch, same, strict=strict)
-        self.plan, self.rank, self.world, self.device = found.plan, found.rank, found.world, found.device
-        self.weigh, self.strict = weigh, strict
         self._planned = PlannedTraining(
-            found, weigh, strict=strict, journal=journal, rebalance=rebalance, noise=noise, backend=backend
+            found, weigh, strict=strict, journal=journal, backend=backend, rebalance=rebalance, noise=noise, guard=guard
         )
+        self.plan, self.rank, self.world = found.plan, found.rank, self._planned.world
+        self.device, self.weigh, self.strict = found.device, weigh, strict
         self._weights = self._planned.weights
-        if guard and found.in_passes:
-            raise RequestError(
-                "A guard looks at whole batches, and the plan has passes.", "Use split.check(loader, ...)."
-            )
-        self._planned.guards = guard and self.world > 1
-        self._states = LoaderStates()
         self._strategy: Any = None  # of Lightning, once it was asked for
         weakref.finalize(self._planned, self._planned.reporter.close)  # a training that is dropped reports no more
 
@@ -167,7 +161,8 @@ class Split:
         check_options(options)
         rows = count_rows(dataset)
         chosen = None if order is None else RowOrder(order, rows, seed)
-        shares = self.shares if training else shares_to_evaluate(self.shares, self.micros)
+        now = self._planned.shares
+        shares = now.batches if training else shares_to_evaluate(now.batches, now.micros)
         if lengths is not None:
             _check_dealt(training, self._strategy, self._planned.rebalancing)
         sampler = self._planned.sampler(
@@ -181,30 +176,30 @@ class Split:
             join_tail=not training,
         )
         if self.rank == 0:
-            warn_of_short_batches(sampler, self.global_batch if self.plan and training else 0)
+            warn_of_short_batches(sampler, sum(shares) if self.plan and training else 0)
         if training and self._strategy is not None:
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
-        on_host = training and (self._planned.shares.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
+        on_host = training and (now.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
         steps = Steps(self._planned, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:
             return made
         self._planned.follow(sampler, made.drawn_ahead)
-        return self._states.add(made)
+        return self._planned.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint needs of the split: each training loader's position after the current batch.
 
         It is the same on every rank, and fit for JSON.
         """
-        state, rebalancing = self._states.state_dict(), self._planned.rebalancing
+        state, rebalancing = self._planned.loaders.state_dict(), self._planned.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the training loaders, in the order in which they are made, go on at `state`; also under another plan."""
         if self._planned.rebalancing is not None and "planned" in state:
             self._planned.rebalancing.load_state_dict(state)
-        self._states.load_state_dict(state)
+        self._planned.loaders.load_state_dict(state)
 
     def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
         """A strategy for `lightning.Trainer`: DistributedDataParallel with these shares; options as DDPStrategy has.

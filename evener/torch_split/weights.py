@@ -20,7 +20,7 @@ from .exchange import Exchange, exchanged_parameters
 from .noise import NoiseSampler, refuse_noise
 from .own_work import StepTimer
 from .ranks import RankShares
-from .wrapped import take_over, watch, wrap_module
+from .wrapped import take_over, watch
 
 
 class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
@@ -38,7 +38,7 @@ class BatchWeights:
     marked when a step's last gradient is there.
     """
 
-    def __init__(self, shares: RankShares, weigh: Weigh, timer: StepTimer) -> None:
+    def __init__(self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: NoiseSampler | None) -> None:
         self.shares, self.weigh = shares, weigh
         self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
@@ -46,7 +46,7 @@ class BatchWeights:
         self._open: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
-        self.noise: NoiseSampler | None = None  # of the one model that is trained
+        self.noise = noise  # of the one model that is trained
         self.in_pass = False  # of a trainer's, where shares take several
         self.equal_passes = False  # ranks meet in each pass of a sharded model
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
@@ -70,21 +70,6 @@ class BatchWeights:
         """This rank's part of the current batch, 0 to 1."""
         return gradient_weight(self.sizes, self._rank)
 
-    def attach(self, model: Any, device: torch.device, options: dict[str, Any]) -> Any:
-        """The model with an exchange, which weighs its gradients; where losses are weighted, it takes their mean.
-
-        A model in DistributedDataParallel stays itself. RequestError if its own sums can't be replaced, unless losses
-        are weighted.
-        """
-        found = model_checks.find_wrapper(model)
-        if found is None:
-            model = found = wrap_module(model, device, dict(options))
-        elif getattr(found, "exchange", None) is None:
-            take_over(found, self.by_loss)
-        self._listen(model, getattr(found, "exchange", None))
-        self.follow(model, device)
-        return model
-
     def take_on(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model from now on: its exchange, or none where another library sums them."""
         if self.shares.world == 1:
@@ -95,7 +80,7 @@ class BatchWeights:
                 raise refuse_noise("FSDP or another library")
             return []
         exchange = take_over(wrapper, by_loss=True)
-        self._listen(model, exchange)
+        self._listen(exchange)
         watch(model, None, lambda *_: None)
         return [] if exchange is None else [exchange]
 
@@ -107,7 +92,12 @@ class BatchWeights:
         self.equal_passes = True
         self.follow(model, device)
 
-    def _listen(self, model: Any, exchange: Exchange | None) -> None:
+    def attach(self, model: Any, exchange: Exchange | None) -> None:
+        """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes their mean."""
+        self.models.add(model)
+        self._listen(exchange)
+
+    def _listen(self, exchange: Exchange | None) -> None:
         """Weigh what the exchange sums, and mark when it does."""
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
@@ -115,7 +105,6 @@ class BatchWeights:
                 raise refuse_noise("DistributedDataParallel's communication hook or mixed_precision")
             return
         self._sample(exchange)
-        model_checks.watch_frozen(model)
         exchange.begun = partial(self._begin_backward, weakref.proxy(exchange))
         exchange.ready, exchange.done = self.timer.note_gradients, self.timer.note_backward
         if self.by_loss:

@@ -57,10 +57,9 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     exchange: Exchange | None = None
 
-    def __init__(self, module: Any, exchange: Exchange) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-        self.exchange = exchange
         self.require_backward_grad_sync = True
         self.train(module.training)
 
@@ -81,20 +80,43 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
         return {**self.__dict__, "exchange": None}
 
 
+def take_on(
+    model: Any, device: torch.device, forward: Callable[[Any, Any], Any], options: dict[str, Any], by_loss: bool
+) -> tuple[Any, Exchange | None]:
+    """The model, wrapped if it isn't, and the exchange that sums its gradients; `forward` as in `watch`.
+
+    A model in DistributedDataParallel stays itself, and without an exchange where `take_over` finds none.
+    """
+    found = find_wrapper(model)
+    if found is None:
+        model = found = Exchanged(model.to(device))
+    watch(model, device, forward)
+    if getattr(found, "exchange", None) is None:
+        if isinstance(found, Exchanged):
+            found.exchange = _make_exchange(found.module, options)
+        else:
+            take_over(found, by_loss)
+    return model, getattr(found, "exchange", None)
+
+
 def wrap_module(module: Any, device: torch.device, options: dict[str, Any]) -> Exchanged:
     """The module on its device, with an exchange; RequestError for an option that an exchange doesn't have."""
-    group = options.pop("process_group", None)
-    most = options.pop("bucket_cap_mb", None)
-    buffers = options.pop("broadcast_buffers", True)
-    unknown = sorted(set(options) - set(_NEEDLESS))
+    made = Exchanged(module.to(device))
+    made.exchange = _make_exchange(made.module, options)
+    return made
+
+
+def _make_exchange(module: Any, options: dict[str, Any]) -> Exchange:
+    group, most = options.get("process_group"), options.get("bucket_cap_mb")
+    unknown = sorted(set(options) - {*_NEEDLESS, "process_group", "bucket_cap_mb", "broadcast_buffers"})
     if unknown:
         raise RequestError(
             f"split.wrap has no option {unknown[0]!r}.",
             "Leave it out, or wrap the model yourself: split.wrap(DistributedDataParallel(model, ...)).",
         )
-    module = module.to(device)
     size = None if most is None else int(most * 2**20)
-    return Exchanged(module, Exchange(module, group, bucket_bytes=size, broadcast_buffers=buffers))
+    watch_frozen(module)
+    return Exchange(module, group, bucket_bytes=size, broadcast_buffers=options.get("broadcast_buffers", True))
 
 
 class TakenOver(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
@@ -122,6 +144,7 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
         )
     group = None if model.process_group is dist.group.WORLD else model.process_group
     size = None if getattr(model, "bucket_bytes_cap_default", False) else model.bucket_bytes_cap
+    watch_frozen(model)
     made = Exchange(model.module, group, bucket_bytes=size, broadcast_buffers=model.broadcast_buffers)
     model.reducer = model.logger = None
     model.__class__ = TakenOver

@@ -112,6 +112,7 @@ def divide_by_ratios(ratios: Sequence[float] | None, global_batch: int | None, w
             "Neither a plan nor a global batch is given.",
             "Give Split(plan) or Split(global_batch=N), or start the script with evener launch.",
         )
+    check_global_batch(global_batch, world)
     chosen = [1.0] * world if ratios is None else list(ratios)
     check_ratios(chosen)
     if min(chosen) <= 0:
@@ -123,5 +124,4 @@ def divide_by_ratios(ratios: Sequence[float] | None, global_batch: int | None, w
             f"There are {len(chosen)} ratios, but {world} processes take part.",
             f"Start the script with torchrun --nproc-per-node {len(chosen)}, or give {world} ratios.",
         )
-    check_global_batch(global_batch, world)
     return apportion(global_batch, chosen)

@@ -1,12 +1,15 @@
-"""A request's way through the files, from `evener balance` to its Session: `python -m tests.support.walk [DEVICES]`.
+"""A way through the files, which are read in its order: `python -m tests.support.walk [balance [DEVICES] | split]`.
 
-A stop is a file in which functions run that had not run before; a return is a stop in a file that had been left.
-Functions that run while a module is imported have no request yet, and comprehensions belong to their function.
+`balance` goes from `evener balance` to its Session, `split` from Split to its first weighted gradient, on two ranks. A
+stop is a file in which functions run that had not run before; a return is a stop in a file that had been left.
+Functions that run while a module is imported have no request yet, and comprehensions belong to their function. What
+PyTorch calls back, in a forward or backward pass or as it draws rows, is no part of the way, and listed by itself.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -25,10 +28,14 @@ class Arrived(BaseException):
 
 
 class Walk:
-    """Profiles this thread until `Session.__init__` returns; `stops` has a file and its functions for each stop."""
+    """Profiles this thread until `Session.__init__` returns; `stops` has a file and its functions for each stop.
+
+    `hooks` are functions that PyTorch called, and what they called.
+    """
 
     def __init__(self) -> None:
         self.stops: list[tuple[str, list[str]]] = []
+        self.hooks: list[str] = []
         self._known: set[CodeType] = set()
 
     def see(self, frame: FrameType, event: str, _: object) -> None:
@@ -43,6 +50,9 @@ class Walk:
         file = os.path.relpath(os.path.realpath(code.co_filename), REPO)
         if file.split(os.sep)[0] not in PACKAGES or code.co_name in INNER or not code.co_flags & 2 or _imports(frame):
             return  # 2, CO_NEWLOCALS: the bodies of classes haven't it
+        if _is_called_back(frame):
+            self.hooks.append(f"{file} {code.co_qualname}")
+            return
         if not self.stops or self.stops[-1][0] != file:
             self.stops.append((file, []))
         self.stops[-1][1].append(code.co_qualname)
@@ -50,6 +60,15 @@ class Walk:
     def returns(self) -> int:
         """The number of stops in a file that had been left."""
         return len(self.stops) - len({file for file, _ in self.stops})
+
+
+def _is_called_back(frame: FrameType | None) -> bool:
+    """True if PyTorch stands above this frame."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _imports(frame: FrameType | None) -> bool:
@@ -61,18 +80,51 @@ def _imports(frame: FrameType | None) -> bool:
     return False
 
 
-def main(devices: str = "sim:gtx1080ti,gtx1080") -> None:
-    """Print each stop, `<-` before a return, and the number of returns last."""
-    walk = Walk()
+def walk_balance(walk: Walk, devices: str = "sim:gtx1080ti,gtx1080") -> None:
+    """Walk from `evener balance` to its Session."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder
         sys.setprofile(walk.see)
         with suppress(Arrived):
             run(["balance", "--devices", devices, "--json"])
+
+
+def walk_split(walk: Walk) -> None:
+    """Walk from Split to the end of the first backward pass; the other rank is a process of its own."""
+    import torch
+
+    from evener.torch_split import Split
+
+    from .torch_start import free_port, rank_environment
+
+    other = None
+    if "RANK" not in os.environ:
+        ranks = {**rank_environment(), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+        command = [sys.executable, "-m", "tests.support.walk", "split"]
+        other = subprocess.Popen(command, env={**os.environ, **ranks, "RANK": "1"}, stdout=subprocess.DEVNULL)
+        os.environ.update(ranks, RANK="0")
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+    sys.setprofile(walk.see)
+    split = Split(ratios=[3, 1], global_batch=8)
+    model = split.wrap(torch.nn.Linear(4, 1))
+    for inputs, targets in split.loader(rows):
+        (model(inputs) - targets).square().mean().backward()
+        sys.setprofile(None)
+    split.close()
+    if other is not None:
+        assert other.wait() == 0
+
+
+def main(way: str = "balance", *words: str) -> None:
+    """Print each stop, `<-` before a return, then what was called back, and the number of returns last."""
+    walk = Walk()
+    {"balance": walk_balance, "split": walk_split}[way](walk, *words)
     been = set[str]()
     for file, functions in walk.stops:
         print("<-" if file in been else "  ", file, *functions)
         been.add(file)
+    for each in walk.hooks:
+        print("called back:", each)
     print(walk.returns())
 
 
