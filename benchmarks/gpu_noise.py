@@ -29,7 +29,7 @@ from benchmarks.gpu_steps import WORDS, Decoder
 from evener.learning.noise_scale import EVERY
 from evener.torch_split.exchange import Exchange
 from evener.torch_split.noise import NoiseSampler, PassNoise, RankNoise
-from evener.torch_split.wrapped import watch, wrap_module
+from evener.torch_split.wrapped import wrap_module
 from tests.support.torch_start import free_port
 
 STEPS = 16
@@ -46,9 +46,8 @@ class Training:
         if passes > 1:
             self.exchange = Exchange(self.model, alone=True)
         else:
-            self.model = wrap_module(self.model, device, {})
+            self.model = wrap_module(self.model, device)
             self.exchange = self.model.exchange
-            watch(self.model, device, lambda *_: None)
         self.words = torch.randint(0, WORDS, (rows, tokens), device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=device.type == "cuda")
         self.steps = 0

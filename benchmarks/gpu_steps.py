@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.torch_split.wrapped import watch, wrap_module
+from evener.torch_split.wrapped import wrap_module
 from tests.support.torch_start import free_port, rank_environment
 
 GPU = torch.cuda.is_available()
@@ -113,8 +113,7 @@ class Way:
         if name == "ddp with a hook":
             model.register_comm_hook(None, _weigh)
         if name == "exchange":
-            model = wrap_module(model, device, {})
-            watch(model, device, lambda *_: None)
+            model = wrap_module(model, device)
             model.exchange.weigh(0.5)
         return model
 

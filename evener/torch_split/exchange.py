@@ -15,6 +15,7 @@ from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from .buckets import GRADIENT, Bucket, Buffers, Held, Tails, make_buckets, warn_
 from .collectives import note_own, own_collectives
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
-BUCKETS = 8  # about as many: each costs the host the same, and more of them hide little more
+BUCKETS = 6  # about as many: each costs the host the same, and more of them hide little more
 MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
 
 
@@ -102,12 +103,10 @@ class Exchange:
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
         with torch.no_grad():
-            sizes = [len(tensors), sum(each.numel() for each in tensors)]
-            shapes = torch.tensor(sizes, device=tensors[0].device if tensors else None)
-            most, least = shapes.clone(), shapes.clone()
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
-            if not torch.equal(most, least):
+            digest = crc32(str([each.numel() for each in tensors]).encode())
+            both = torch.tensor([digest, -digest], device=tensors[0].device if tensors else None)
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+            if both[0] != -both[1]:
                 raise RequestError("The ranks wrap different models.", "Make the same model on every rank.")
             self._spread([each.detach() for each in tensors])
 

@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ class Passes:
         self._exchanges = list(exchanges)
         queue = deque(parts)
         if begins:
-            self.limit.begin()
+            self.limit.begin(partial(held_by_others, self._device))
         self._given = set()
         while queue:
             part = queue.popleft()
@@ -243,9 +244,10 @@ class Passes:
         _short.add(self._device)
         self._check_left(part)
         self._check_sum(part)
-        smaller = self.limit.shrink(part.rows, self._least())
+        others = held_by_others(self._device)
+        smaller = self.limit.shrink(part.rows, self._least(), others)
         seconds = time.monotonic() - began
-        self._said(Retreat(self.limit.step, part.rows, smaller, seconds, held_by_others(self._device)))
+        self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def _check_left(self, part: Part) -> None:
         """DeviceError where nothing smaller is left, or where the loop meets other ranks in a pass."""

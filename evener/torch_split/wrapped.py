@@ -36,7 +36,7 @@ def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
             warnings.warn(difference, stacklevel=4)
 
 
-_NEEDLESS = (  # options of DistributedDataParallel that make no difference here
+_OPTIONS = {"bucket_cap_mb", "broadcast_buffers", "process_group"} | {  # and those that make no difference here
     "device_ids",
     "output_device",
     "dim",
@@ -46,7 +46,7 @@ _NEEDLESS = (  # options of DistributedDataParallel that make no difference here
     "check_reduction",
     "init_sync",
     "skip_all_reduce_unused_params",
-)
+}
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -88,35 +88,37 @@ def take_on(
     A model in DistributedDataParallel stays itself, and without an exchange where `take_over` finds none.
     """
     found = find_wrapper(model)
+    if isinstance(found, Exchanged) and found.exchange is None:  # a copy
+        model, found = found.module, None
     if found is None:
-        model = found = Exchanged(model.to(device))
-    watch(model, device, forward)
-    if getattr(found, "exchange", None) is None:
-        if isinstance(found, Exchanged):
-            found.exchange = _make_exchange(found.module, options)
-        else:
+        model = found = wrap_module(model, device, options, forward)
+    else:
+        watch(model, device, forward)
+        if getattr(found, "exchange", None) is None:
             take_over(found, by_loss)
     return model, getattr(found, "exchange", None)
 
 
-def wrap_module(module: Any, device: torch.device, options: dict[str, Any]) -> Exchanged:
+def wrap_module(
+    module: Any,
+    device: torch.device,
+    options: dict[str, Any] | None = None,
+    forward: Callable[[Any, Any], Any] = lambda *_: None,
+) -> Exchanged:
     """The module on its device, with an exchange; RequestError for an option that an exchange doesn't have."""
-    made = Exchanged(module.to(device))
-    made.exchange = _make_exchange(made.module, options)
-    return made
-
-
-def _make_exchange(module: Any, options: dict[str, Any]) -> Exchange:
-    group, most = options.get("process_group"), options.get("bucket_cap_mb")
-    unknown = sorted(set(options) - {*_NEEDLESS, "process_group", "bucket_cap_mb", "broadcast_buffers"})
-    if unknown:
+    given = options or {}
+    if unknown := sorted(set(given) - _OPTIONS):
         raise RequestError(
             f"split.wrap has no option {unknown[0]!r}.",
             "Leave it out, or wrap the model yourself: split.wrap(DistributedDataParallel(model, ...)).",
         )
-    size = None if most is None else int(most * 2**20)
+    made = Exchanged(module.to(device))
+    watch(made, device, forward)
     watch_frozen(module)
-    return Exchange(module, group, bucket_bytes=size, broadcast_buffers=options.get("broadcast_buffers", True))
+    most, buffers = given.get("bucket_cap_mb"), given.get("broadcast_buffers", True)
+    size = None if most is None else int(most * 2**20)
+    made.exchange = Exchange(made.module, given.get("process_group"), bucket_bytes=size, broadcast_buffers=buffers)
+    return made
 
 
 class TakenOver(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import msgspec
 
 from ..errors import DeviceError
 
 CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
+LOOK_STEPS = 10  # between looks whether other processes have given memory back
 MOST_FAILURES = 20  # of one row, in a row
 
 
@@ -39,12 +41,17 @@ class PassLimit:
         self.most: int | None = None  # rows of a pass; None: as the plan has it
         self._clean = 0  # batches since the last retreat
         self._failures = 0  # of passes that can't be smaller, in a row
+        self._others_bytes = 0  # that other processes held at the last retreat
 
-    def begin(self) -> None:
-        """A batch begins."""
+    def begin(self, others_bytes: Callable[[], int] = int) -> None:
+        """A batch begins; `others_bytes` says what other processes hold of the device: 0 where that isn't known."""
         self.step += 1
         self._clean += 1
-        if self.most is not None and self._clean > CLEAN_STEPS:
+        if self.most is None:
+            return
+        if self._others_bytes >= 2**30 and self._clean % LOOK_STEPS == 0 and others_bytes() < self._others_bytes / 2:
+            self.most = None
+        elif self._clean > CLEAN_STEPS:
             self.most, self._clean = 2 * self.most, 0
 
     def settle(self) -> None:
@@ -61,9 +68,9 @@ class PassLimit:
                 "Take a smaller model, shorter rows or activation checkpointing, or leave the device out of the plan.",
             )
 
-    def shrink(self, rows: int, least: int) -> int:
-        """Rows of a pass that may fit where one of these rows didn't."""
-        self.most, self._clean = max(least, rows // 2), 0
+    def shrink(self, rows: int, least: int, others_bytes: int = 0) -> int:
+        """Rows of a pass that may fit where one of these rows didn't, while other processes hold this much."""
+        self.most, self._clean, self._others_bytes = max(least, rows // 2), 0, others_bytes
         return self.most
 
 

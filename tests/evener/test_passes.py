@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.shares.whole_rows import count_passes, split_passes
+from evener.training.retreat import LOOK_STEPS, PassLimit
 
 
 @given(st.integers(0, 10**4), st.integers(1, 10**4))
@@ -33,3 +34,14 @@ def test_the_rest_is_spread_over_all_passes() -> None:
 def test_a_pass_has_a_whole_number_of_rows(micro: Any) -> None:
     with pytest.raises(RequestError, match="A pass can't have"):
         split_passes(8, micro)
+
+
+def test_passes_are_the_plans_again_once_a_neighbour_has_gone() -> None:
+    """It held 30 GiB as memory ran out; one that still holds most of it, or that was never seen, changes nothing."""
+    for held, left, most in ((30 << 30, 20 << 30, 32), (30 << 30, 1 << 30, None), (0, 0, 32)):
+        limit = PassLimit(0)
+        limit.begin(lambda: 0)
+        assert limit.shrink(64, 1, held) == 32
+        for _ in range(2 * LOOK_STEPS):
+            limit.begin(lambda left=left: left)
+        assert limit.most == most

@@ -25,7 +25,7 @@ from evener.system.cores import slice_cores
 from evener.torch_split import Split, buckets
 from evener.torch_split.exchange import Exchange, own_hooks
 from evener.torch_split.ranks import Stand, choose_device, leave_group
-from evener.torch_split.wrapped import model_digest, watch, wrap_module
+from evener.torch_split.wrapped import model_digest, wrap_module
 from tests.support.launched_plan import make_plan
 
 ROWS = torch.utils.data.TensorDataset(torch.arange(20.0).reshape(20, 1))
@@ -304,8 +304,7 @@ def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
     """A row that only keeps step may overflow without harm to the others, also where gradients are added up."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     split = Split(plan((0, 8)))
-    model = wrap_module(torch.nn.Linear(2, 1, bias=False), split.device, {})
-    watch(model, split.device, lambda *_: None)
+    model = wrap_module(torch.nn.Linear(2, 1, bias=False), split.device)
     exchange, weight = model.exchange, model.module.weight
     assert exchange is not None
     with model.no_sync():
@@ -338,8 +337,7 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
 def test_hooks_on_gradients_are_warned_of(kind: str) -> None:
     """A hook that clamps gets this rank's gradient, and would be exact on the whole batch's alone."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    model = wrap_module(torch.nn.Linear(2, 1), torch.device("cpu"), {})
-    watch(model, torch.device("cpu"), lambda *_: None)
+    model = wrap_module(torch.nn.Linear(2, 1), torch.device("cpu"))
 
     def clamp(weight: Any) -> None:
         weight.grad.clamp_(-1, 1)

@@ -30,7 +30,7 @@ from evener.torch_split.noise import PassNoise
 from evener.torch_split.own_work import GpuClock
 from evener.torch_split.ranks import fetching_threads
 from evener.torch_split.retry import Passes
-from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, watch, wrap_module
+from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.training.dealing import Dealer
 
 from ..memory import GpuMemory, MemoryMeter
@@ -292,7 +292,6 @@ class TorchWorkload:
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
-                watch(self._model, self.device, lambda *_: None)
                 if _on_gpu(self.device):
                     self._waits = Waits(self._model.exchange, GpuClock())
 
