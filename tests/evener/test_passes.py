@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ def test_passes_are_the_plans_again_once_a_neighbour_has_gone() -> None:
     """It held 30 GiB as memory ran out; one that still holds most of it, or that was never seen, changes nothing."""
     for held, left, most in ((30 << 30, 20 << 30, 32), (30 << 30, 1 << 30, None), (0, 0, 32)):
         limit = PassLimit(0)
-        limit.begin(lambda: 0)
+        limit.begin()
         assert limit.shrink(64, 1, held) == 32
         for _ in range(2 * LOOK_STEPS):
-            limit.begin(lambda left=left: left)
+            limit.begin(partial(int, left))
         assert limit.most == most
