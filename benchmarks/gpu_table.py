@@ -111,10 +111,9 @@ def _memory_rows(path: Path) -> Iterator[list[str]]:
 def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
     """The predicted memory of a batch; empty without a prediction, or if the batch had run already."""
     share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
-    if memory.line is None or peak is None or share in dict((*memory.points, *memory.in_splits)):
+    if memory.line is None or peak is None or share in dict(memory.points):
         return []
-    exchanged = memory.exchanged_bytes if seen.probe.layout.kind == "split" else 0
-    predicted = memory.line[0] + memory.line[1] * share + exchanged
+    predicted = memory.line[0] + memory.line[1] * share
     points = " and ".join(str(batch) for batch, _ in memory.apart[-2:]) + (", unsure" if memory.unsure else "")
     return [str(share), points, f"{predicted / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{predicted / peak:.3f}"]
 

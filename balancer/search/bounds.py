@@ -4,7 +4,7 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
 
     asked       the request: largest share, fixed global batch, largest global batch
     alone       by memory: the next guess, where the memory line ends or between what ran and what failed
-    walls       the same in splits, less the memory that exchange takes; equal for indistinguishable devices
+    walls       the same in splits, which go no farther than what ran where bytes are unknown
     safe        what ran, or a little more if memory is far from full
     useful      beyond it a larger batch gains too little, or its step takes too long
     reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to

@@ -21,7 +21,6 @@ LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
 FEWEST_COMMON = 2  # batches in common: one shows either a fixed cost or a slope
-HELD_BACK = 0.3  # relative error of a step in which a device was held back: by how much is seldom known
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
@@ -91,15 +90,14 @@ def _memory(store: Observations, position: int, solo: list[Observation], splits:
             if used is not None:
                 points[share] = max(used, points.get(share, 0))
     failed = min(full, default=None)
-    if len(alone) < 2:
-        alone, in_splits = {**in_splits, **alone}, {}
+    largest = max(alone, default=0) if len(alone) > 1 else 0
+    beyond = {batch: used for batch, used in in_splits.items() if batch > largest}  # they hold buffers of exchange too
     return Memory(
         limit_bytes=store.memory_limit(position),
-        points=tuple(sorted(alone.items())),
+        points=tuple(sorted({**beyond, **alone}.items())),
         ran=max((share for share in ran if failed is None or share < failed), default=0),
         failed=failed,
         failures=len(full),
-        in_splits=tuple(sorted(in_splits.items())),
     )
 
 
@@ -174,16 +172,15 @@ def read_points(
         if isinstance(one, Timed) and seconds:
             found.append((one, seconds))
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    found = steady if steady and slower == 1 else found
+    found = steady if (known or steady) and slower == 1 else found
     own = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
     noise = median([e * math.sqrt(n) for e, n in zip(own, steps, strict=True)] or [0.0])
     for (one, seconds), error, count in zip(found, own, steps, strict=True):
         layout = one.probe.layout
-        held = one.held_back(position)
         wide = max(error, min(noise / math.sqrt(count), LUCKY * error))
-        wide = max(wide, HELD_BACK if (known or steady) and held and slower == 1 else 0.0)
-        yield Point(layout.shares[position], seconds if held else slower * seconds, wide, layout.passes(position))
+        now = seconds if one.held_back(position) else slower * seconds
+        yield Point(layout.shares[position], now, wide, layout.passes(position))
 
 
 def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]) -> tuple[DeviceEvidence, ...]:

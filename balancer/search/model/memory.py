@@ -2,8 +2,7 @@
 
 The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
 refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
-then the gap is halved. A device without a line of its own tries no more than that of another of its product allows. The
-memory that gradient exchange takes is learnt from the first split.
+then the gap is halved. A device without a line of its own tries no more than that of another of its product allows.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
 
-    `in_splits` are points of splits, which also hold buffers for the exchange. `borrowed` is the line of another device
-    of the same product: (bytes at 0 samples, bytes a sample).
+    `borrowed` is the line of another device of the same product: (bytes at 0 samples, bytes a sample).
     """
 
     limit_bytes: int | None
@@ -72,36 +70,16 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     ran: int = 0
     failed: int | None = None
     failures: int = 0  # times that it ran out
-    in_splits: tuple[tuple[int, int], ...] = ()
     borrowed: tuple[float, float] | None = None
 
     @cached_property
-    def exchanged_bytes(self) -> int:
-        """The most that a split took above the same batch alone; 0 if unknown.
-
-        Only up to the largest batch that ran alone: beyond it, a bend of the line would be mistaken for exchange.
-        """
-        if len(self.points) < 2:
-            return 0
-        above = (used - self.bytes_at(batch) for batch, used in self.in_splits if batch <= self.points[-1][0])
-        return max(0, round(max(above, default=0)))
-
-    @cached_property
-    def shape(self) -> tuple[tuple[int, int], ...]:
-        """The points, and those of splits less the exchanged bytes; in rising batch."""
-        shape = dict(self.points)
-        for batch, used in self.in_splits:
-            shape[batch] = max(shape.get(batch, 0), used - self.exchanged_bytes)
-        return tuple(sorted(shape.items()))
-
-    @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
-        """The distinct points of the shape, chosen from the largest down; its outermost two if none are distinct."""
+        """The distinct points, chosen from the largest down; its outermost two if none are distinct."""
         kept: list[tuple[int, int]] = []
-        for point in reversed(self.shape):
+        for point in reversed(self.points):
             if not kept or point[0] <= (1 - LEVEL) * kept[-1][0]:
                 kept.append(point)
-        return tuple(reversed(kept)) if len(kept) > 1 else self.shape[:1] + self.shape[1:][-1:]
+        return tuple(reversed(kept)) if len(kept) > 1 else self.points[:1] + self.points[1:][-1:]
 
     @property
     def line(self) -> tuple[float, float] | None:
@@ -132,7 +110,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         if line is None or self.limit_bytes is None or line[1] <= 0:
             return None
         bend = self._bend()
-        last, used = self.shape[-1]
+        last, used = self.points[-1]
         free = self.limit_bytes - used
         more = free / (line[1] + bend) if free > 0 else free / line[1]
         most = int(last + more * (BELIEVED if bend and free > 0 else 1.0))
@@ -179,12 +157,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         refuted = self.failures > 1 and (guess is None or self.failed is None or guess >= self.failed)
         if refuted or (unknown and not bold):
             return min(self.ran, cap) // quantum * quantum
-        return self._in_split().largest_to_try(cap, quantum)
+        return self.largest_to_try(cap, quantum)
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below the limit."""
         safe = self.ran
-        guess = self._in_split().predict_largest()
+        guess = self.predict_largest()
         if self.failed is None and guess is not None and self.ran:
             safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(safe, cap) // quantum * quantum
@@ -207,15 +185,6 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         right = min(max(1, bisect_left(points, value, key=lambda point: point[axis])), len(points) - 1)
         return points[right - 1 : right + 1]
-
-    def _in_split(self) -> Memory:
-        """The device's memory within splits, whose exchange takes some; a batch that ran alone may not fit there."""
-        if self.limit_bytes is None or not self.exchanged_bytes:
-            return self
-        less = max(1, self.limit_bytes - self.exchanged_bytes)
-        inside = msgspec.structs.replace(self, limit_bytes=less, points=self.shape, in_splits=())
-        fits = max(inside.predict_largest() or 0, *(batch for batch, _ in self.in_splits))
-        return msgspec.structs.replace(inside, ran=min(self.ran, fits))
 
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:

@@ -24,7 +24,6 @@ LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slo
 # on an H200); between batches that differ by less, allocators' rounding dominates
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
-LEAST_REPEATED = 0.05  # of a pass: the least that a further one costs, or passes would have no end
 
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
@@ -192,11 +191,11 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """The seconds of each further pass beyond a step of its rows, by one or more measured steps in several passes."""
+    """The seconds of each further pass beyond a step of its rows, by steps in several passes; never nearly free."""
     weights = [((p.passes - 1) / p.seconds) ** 2 * p.weight for p in steps]
     found = [(p.seconds - p.passes * curve.seconds(p.batch / p.passes)) / (p.passes - 1) for p in steps]
     mean = math.fsum(w * x for w, x in zip(weights, found, strict=True)) / math.fsum(weights)
-    return max(mean, (LEAST_REPEATED - 1) * curve.seconds(rows))
+    return max(mean, (LEVEL - 1) * curve.seconds(rows))
 
 
 # ---------------------------------------------------------------------- stairs

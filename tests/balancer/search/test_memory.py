@@ -59,42 +59,6 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     assert line[0] + line[1] * max(batches) == pytest.approx(dict(points)[max(batches)], abs=1)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 50_000), st.integers(100, 500), st.integers(61_000, 300_000))
-def test_what_a_split_holds_besides_the_samples_leaves_less_for_them(exchanged: int, share: int, limit: int) -> None:
-    """Gradients that are exchanged take their bytes in splits, and none from what a device can do alone."""
-
-    def used(batch: int) -> int:
-        return 10_000 + 100 * batch
-
-    points = tuple((batch, used(batch)) for batch in (8, 64, 500))
-    memory = Memory(limit, points, ran=500, in_splits=((share, used(share) + exchanged),))
-    assert memory.exchanged_bytes == exchanged
-    assert used(memory.largest_to_try(10**6)) == pytest.approx(limit, rel=0.01)
-    most = memory.largest_in_split(10**6)
-    assert most <= memory.largest_to_try(10**6)
-    assert used(most) + exchanged <= limit or most == share
-    assert most == share or used(most) + exchanged == pytest.approx(limit, rel=0.01)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.floats(1.1, 3.0), st.lists(st.integers(600, 3000), min_size=1, max_size=4))
-def test_a_bend_of_memory_is_not_taken_for_what_a_split_holds(bend: float, shares: list[int]) -> None:
-    """Splits of more samples than ran alone tell where the line goes on, and take no room from anybody."""
-
-    def used(batch: int) -> int:
-        return round(10_000 + 100 * min(batch, 500) + 100 * bend * max(0, batch - 500))
-
-    points = tuple((batch, used(batch)) for batch in (8, 64, 500))
-    memory = Memory(
-        10**6, points, ran=max(shares), in_splits=tuple((share, used(share)) for share in sorted(set(shares)))
-    )
-    assert memory.exchanged_bytes == 0
-    assert memory.line is not None
-    assert memory.line[0] + memory.line[1] * max(shares) == pytest.approx(used(max(shares)), abs=2)
-    assert memory.largest_in_split(10**6) == memory.largest_to_try(10**6)
-
-
 def test_safe_is_what_ran_or_little_more() -> None:
     """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing failed."""
     points = ((8, 1800), (64, 7400), (200, 21_000))
@@ -186,15 +150,6 @@ def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
     level = Memory(None, ((100, 2000), (200, 2000)), 200)
     assert level.largest_within(1999) == 0
     assert level.largest_within(2000) > 10**6
-
-
-def test_the_most_that_any_split_took_for_the_exchange_is_left_free() -> None:
-    """Splits of small shares may take less; what is left of 1,000 bytes is for the samples."""
-    memory = Memory(1000, points=((10, 100), (20, 200)), ran=20, in_splits=((10, 130), (20, 250)))
-    assert memory.exchanged_bytes == 50
-    assert memory.largest_in_split(1 << 20) < Memory(1000, points=((10, 100), (20, 200)), ran=20).largest_in_split(
-        1 << 20
-    )
 
 
 def test_a_borrowed_line_bounds_what_is_tried() -> None:
