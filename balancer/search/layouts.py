@@ -10,11 +10,11 @@ from evener.shares.whole_rows import even
 
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
+from .statistics import TIE
 
 Knob = Literal["xla", "mixed"]
 RETREAT = 0.7  # of a batch that ran out of memory: the next to try, as a child that runs out costs 3 s on a GPU
 RETREATS = 4  # tries of smaller ones: to a quarter
-SAME_SHARE = 0.015  # relative: shares that differ by less take as long, as far as two probes can tell (`PROBE_DRIFT`)
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ def same_measurement(one: Layout, other: Layout) -> bool:
         return False
     if any(one.passes(i) != other.passes(i) for i in one.active):
         return False
-    return all(abs(a - b) <= SAME_SHARE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
+    return all(abs(a - b) <= TIE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:

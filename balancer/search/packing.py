@@ -21,7 +21,8 @@ from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, RETREATS
 from .machine_model import MachineModel
 from .model.memory import MARGIN, Memory
-from .ranking import TIE, throughput
+from .ranking import throughput
+from .statistics import TIE
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)

@@ -15,7 +15,8 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
-from .ranking import COMES_TRUE, TIE, smallest_gain
+from .ranking import COMES_TRUE, smallest_gain
+from .statistics import TIE
 
 INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)

@@ -18,10 +18,8 @@ from .budget import Budget
 from .candidates import Candidates
 from .layouts import Candidate, LayoutOptions
 from .observations import FIRST_TURN, MOST_TURNS, Turns
-from .ranking import LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
+from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
-
-TURNS_TO_EXPECT = 3  # of every candidate, and further packs, when the time left is divided among probes
 
 
 class Race:
@@ -116,7 +114,7 @@ class Race:
         stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
         left = self._unmeasured
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
-        probes = len(left) + (TURNS_TO_EXPECT - 1) * len(self.turns)
+        probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self._options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
         return Probe(layout, stage, seconds, self._seen.first_turn(layout))
@@ -144,7 +142,7 @@ class Race:
         reserved = self.turn_seconds
         for layout in sorted(wanted, key=lambda one: one.processes):
             if self._budget.affords(layout, "pack", reserved=reserved):
-                seconds = self._budget.probe_seconds(layout, "pack", TURNS_TO_EXPECT, reserved=reserved)
+                seconds = self._budget.probe_seconds(layout, "pack", ENOUGH_TURNS, reserved=reserved)
                 return Probe(layout, "pack", seconds)
         return None
 
@@ -165,7 +163,7 @@ class Race:
         reserved = self._budget.least_seconds(due[0]) + (self._knobs_seconds if stage == "race" else 0.0)
         if not self._budget.affords(due[0], stage, turn=turn, reserved=reserved):
             return None
-        left = len(due) + max(0, TURNS_TO_EXPECT - 1 - turn) * len(rivals)
+        left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
         return Probe(due[0], stage, self._budget.probe_seconds(due[0], stage, left, reserved=reserved), turn)
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:

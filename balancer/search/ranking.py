@@ -18,20 +18,18 @@ from ..objectives import Objective, find_objective
 from ..types import Interval, Layout, Power, Problem, Timed
 from .layouts import Candidate
 from .observations import Turns
-from .statistics import relative_error, student
+from .statistics import TIE, relative_error, student
 
-TIE = 0.01  # relative; a smaller difference is not worth a change
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
 PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes
 DRIFT_WEIGHT = 4  # turns that this assumption counts for
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-USUAL = 0.02  # tolerance: a larger one allows a smaller batch, and makes no measurement worth less (kernel_up, knee)
-GAIN_OF_TOLERANCE = 0.5  # the same as a part of the tolerance (tests of crawling devices)
+GAIN_OF_TOLERANCE = 0.5  # the same as a part of the tolerance, up to `TIE` (tests of crawling devices)
 COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
-ENOUGH_TURNS = 3  # a figure of more says by itself how much turns differ
+ENOUGH_TURNS = 3  # of a layout: so many are expected of each, and a figure of more says by itself how they differ
 
 TurnsByLayout = Mapping[Layout, Turns]
 
@@ -142,7 +140,7 @@ def unsettled(
 
 def smallest_gain(tolerance: float) -> float:
     """The relative gain below which another measurement isn't worth its time."""
-    return max(LEAST_GAIN, GAIN_OF_TOLERANCE * min(tolerance, USUAL))
+    return max(LEAST_GAIN, min(TIE, GAIN_OF_TOLERANCE * tolerance))
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:

@@ -14,6 +14,7 @@ from functools import cached_property
 import msgspec
 
 from evener.plan.layout import Knots
+from evener.shares.waterfill import HALVINGS
 
 from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
 from .budget import Budget
@@ -31,7 +32,6 @@ MORE_HEADROOM = 0.05  # for each sharded step that ran out of memory
 LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory
 POINTS = 2  # of each device: parts of state don't move once a step was measured with them
 DIGITS = 4  # of a part
-HALVINGS = 30  # of the rows of a batch
 
 
 class Need(msgspec.Struct, frozen=True):

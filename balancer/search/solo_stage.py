@@ -23,7 +23,8 @@ from .model.hope import hopeful_curve
 from .model.memory import BLIND_GROWTH, WIDE
 from .model.step_time import SAME_BATCH, merge_points
 from .predictions import Predictions
-from .ranking import COMES_TRUE, LEAST_RATE, TIE
+from .ranking import COMES_TRUE, LEAST_RATE
+from .statistics import TIE
 
 MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve is halved nine times (even split)
 SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large

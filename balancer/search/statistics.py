@@ -17,6 +17,7 @@ Sample = tuple[float, float, float]  # x, y, weight
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
 TYPICAL_BLOCKS = 8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+TIE = 0.01  # relative; a smaller difference of speeds isn't worth a change, and one of shares can't be measured
 LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom

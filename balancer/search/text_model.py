@@ -17,11 +17,11 @@ from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
-from .layouts import RETREAT, SAME_SHARE
+from .layouts import RETREAT
 from .model.evidence import FEWEST_COMMON, group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
-from .statistics import CLEAR, fit_rates, relative_error
+from .statistics import CLEAR, TIE, fit_rates, relative_error
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
 
@@ -247,7 +247,7 @@ class TextModel:
         length = round(self.mean_length)
         pairs = [(a, b) for a, b in zip(one.costs, other.costs, strict=True) if a and b]
         ratios = [a.seconds(1, length) / b.seconds(1, length) for a, b in pairs]
-        return max(ratios) <= min(ratios) * (1 + SAME_SHARE)
+        return max(ratios) <= min(ratios) * (1 + TIE)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
         """True if one of these devices holds the longest row."""

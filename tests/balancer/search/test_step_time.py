@@ -16,6 +16,7 @@ from evener.balancer.search.model.evidence import DeviceEvidence, group_devices
 from evener.balancer.search.model.hope import hopeful_curve
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
+from tests.support import recorded_machines
 
 positive = st.floats(1e-4, 10.0)
 
@@ -206,11 +207,14 @@ def test_devices_that_noise_tells_apart_share_no_curve(devices: list[DeviceEvide
 
 
 def test_parts_of_equal_devices_share_no_curve() -> None:
-    """One H200 whole and one at 60 %, by points that a busy host had made so rough that noise could explain a third."""
+    """One H200 whole and one at 60 %, by points that a busy host had made rough: noise could explain a third."""
     points = [[Point(8, 0.059, 0.036), Point(64, 0.133, 0.06)], [Point(8, 0.063, 0.044), Point(64, 0.175, 0.071)]]
     devices = [device(each) for each in points]
     assert sorted(group_devices(devices)) == [[0, 1]]
     assert sorted(group_devices(devices, (0, 1))) == [[0], [1]]
+    records = recorded_machines.records()
+    whole, part = (records[f"h200x2-torch_{name}"].header for name in ("mnist", "llama-60percent-192"))
+    assert (whole.job.problem.limits, part.job.problem.limits) == ((0, 0), (0, 1))
 
 
 def test_of_several_ratios_the_surest_decides() -> None:
