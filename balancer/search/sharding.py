@@ -26,9 +26,8 @@ from .predictions import Predictions
 from .rows import RowDevices
 
 MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone
-HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers
-LEAST_HEADROOM = 0.01  # where it doesn't fit otherwise
-MORE_HEADROOM = 0.05  # for each sharded step that ran out of memory
+HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for each
+# sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory
 POINTS = 2  # of each device: parts of state don't move once a step was measured with them
 DIGITS = 4  # of a part
@@ -86,7 +85,7 @@ class Sharding:
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
         full = sum(isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen)
-        free = (*(1 - HEADROOM - MORE_HEADROOM * times for times in range(full, -1, -1)), 1 - LEAST_HEADROOM)
+        free = (1 - HEADROOM * 2.0**times for times in range(full, -3, -1))
         found = (share_state([part * limit for limit in limits], known, problem) for part in free)
         return next((parts for parts in found if parts), None)
 

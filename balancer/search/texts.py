@@ -18,12 +18,12 @@ from .budget import Budget
 from .decisions import explain_too_long
 from .device_model import DeviceModel
 from .layouts import RETREATS, split_evenly
+from .model.memory import WIDE
 from .observations import MOST_TURNS
 from .solo_stage import MOST_PASSES, SMALL
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
-GROWTH = 4  # from one larger pass to the next
 LONG_ENOUGH = 3.0  # times as long as the first pass: enough to show what tokens cost
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
@@ -156,10 +156,10 @@ class TextStage:
         middle, longest = self._quantile(MIDDLE), self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
         yield self._same_length(position, middle, tokens)
-        while self._worth_growing(position, longest, tokens := tokens * GROWTH):
+        while self._worth_growing(position, longest, tokens := tokens * WIDE):
             yield self._same_length(position, longest, tokens)
         largest = max((longest, *self._single_passes(position)))
-        yield self._same_length(position, self._quantile(SHORT), max(largest // GROWTH, longest), MOST_PASSES)
+        yield self._same_length(position, self._quantile(SHORT), max(largest // WIDE, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
             yield self._same_length(position, length, largest)
 
@@ -181,7 +181,7 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if larger passes are wanted, may fit, and are ever taken."""
         steps = self._single_passes(position)
-        if not steps or _take_clearly_longer(steps) or GROWTH * max(steps.values()) > self._budget.longest_step():
+        if not steps or _take_clearly_longer(steps) or WIDE * max(steps.values()) > self._budget.longest_step():
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
         wall = self._text.walls[position]

@@ -17,8 +17,8 @@ from .step_time import LEVEL, SAME_BATCH
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
-WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200), and between one
-# that ran and one that failed, with unknown bytes, it is cut at its geometric mean
+WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200), so passes of
+# texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one is cut at its geometric mean
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes)
 SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps)
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
