@@ -86,7 +86,6 @@ class Job(msgspec.Struct, frozen=True, dict=True):
             objective=request.objective,
             max_slowdown=request.max_slowdown,
             hosts=hosts if any(hosts) else (),
-            products=_number((device.kind, device.name) for device in devices),
             limits=_number(device.limit.percent for device in devices),
             shards=self.framework == "torch" and not self.simulated,
         )

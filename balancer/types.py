@@ -298,9 +298,6 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False  # the best layouts are measured until the budget is spent, however sure the plan is
     micro: bool = True  # a share may be taken in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
-    products: tuple[
-        int, ...
-    ] = ()  # a number for each device's product: a batch takes equal memory on equal ones; empty: unknown
     limits: tuple[int, ...] = ()  # a number for the part of each device that the training has; empty: equal parts
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising, an even sample; empty: shares are by rows
     longest_row: int = -1  # the number of the longest one in the data; -1: unknown

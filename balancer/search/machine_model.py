@@ -22,7 +22,7 @@ from evener.shares.waterfill import DeviceCurve
 from ..types import Layout, Problem, Timed, layout_of
 from .bounds import Bounds
 from .budget import Budget
-from .model.evidence import group_devices, lend_memory_lines, read_device
+from .model.evidence import group_devices, read_device
 from .model.hope import bend_is_open
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .observations import Observations
@@ -57,24 +57,13 @@ def fit_exchange_costs(samples: Sequence[ExchangeSample], devices: int, hosts: i
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Seconds for 0, 1, ... `most` devices, never falling."""
-    means = _mean_by_count(samples)
-    if not means:
-        return (0.0,) * (most + 1)
-    if len(means) == 1:
-        ((devices, cost, _),) = means
-        return tuple(min(cost, cost * max(0, k - 1) / max(1, devices - 1)) for k in range(most + 1))
-    base, each = rising_line([(k - 1, cost, 1 / error**2) for k, cost, error in means])
+    found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples if k > 1]
+    widest = max((others for others, _, _ in found), default=1)
+    if all(others == widest for others, _, _ in found):  # one number of devices, or none
+        cost = math.fsum(w * cost for _, cost, w in found) / (math.fsum(w for _, _, w in found) or 1.0)
+        return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
+    base, each = rising_line(found)
     return tuple(base + each * (k - 1) if k > 1 else 0.0 for k in range(most + 1))
-
-
-def _mean_by_count(samples: Sequence[SyncSample]) -> list[SyncSample]:
-    """One weighted mean for each number of devices of 2 or more."""
-    means = []
-    for count in sorted({devices for devices, _, _ in samples if devices > 1}):
-        same = [(max(0.0, cost), max(error, 1e-9)) for devices, cost, error in samples if devices == count]
-        total = math.fsum(1 / error**2 for _, error in same)
-        means.append((count, math.fsum(cost / error**2 for cost, error in same) / total, 1 / math.sqrt(total)))
-    return means
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
@@ -91,7 +80,7 @@ class MachineModel:
         self.problem, self.seen, self._budget = problem, seen, budget
         self.quantum = problem.multiple_of
         self.hosts = problem.hosts or (0,) * problem.devices
-        self.devices = lend_memory_lines([read_device(seen, i) for i in range(problem.devices)], problem.products)
+        self.devices = tuple(read_device(seen, i) for i in range(problem.devices))
 
     @cached_property
     def live(self) -> tuple[int, ...]:

@@ -288,7 +288,7 @@ class SoloStage:
             if memory.ran:
                 retreat = memory.ran // 2 if down else (memory.ran + memory.failed) // 2
             wanted = max(quantum, retreat // quantum * quantum)
-        return memory.bound(wanted, quantum)
+        return wanted
 
     def _first_two(self) -> tuple[int, int]:
         """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that and an eighth."""

@@ -1,4 +1,4 @@
-"""The evidence that exploration found on one device, memory lines borrowed from others of its product, and groups.
+"""The evidence that exploration found on one device, and the groups of devices that can't be told apart.
 
 Indistinguishable devices share one curve fitted to the points of all, hence equal shares.
 """
@@ -181,33 +181,6 @@ def read_points(
         wide = max(error, min(noise / math.sqrt(count), LUCKY * error))
         now = seconds if one.held_back(position) else slower * seconds
         yield Point(layout.shares[position], now, wide, layout.passes(position))
-
-
-def lend_memory_lines(devices: Sequence[DeviceEvidence], products: Sequence[int]) -> tuple[DeviceEvidence, ...]:
-    """The devices; those without a memory line of their own borrow one, if their product is known."""
-    if not products:
-        return tuple(devices)
-    return tuple(_borrow(device, own, devices, products) for device, own in zip(devices, products, strict=True))
-
-
-def _borrow(
-    device: DeviceEvidence, own: int, devices: Sequence[DeviceEvidence], products: Sequence[int]
-) -> DeviceEvidence:
-    """A device with the line of the largest batch on one with more memory; from one point, the steepest possible line.
-
-    Devices of equal memory run the same batches at the same time.
-    """
-    memory = device.memory
-    if memory.limit_bytes is None or memory.line is not None:
-        return device
-    same = [other.memory for other, product in zip(devices, products, strict=True) if product == own]
-    larger = [one for one in same if one.points and (one.limit_bytes or 0) > memory.limit_bytes]
-    lender = max(larger, key=lambda one: one.points[-1][0], default=None)
-    if lender is None:
-        return device
-    batch, used = lender.points[-1]
-    line = lender.line or (0.0, used / batch)
-    return msgspec.structs.replace(device, memory=msgspec.structs.replace(memory, borrowed=line)) if line[1] else device
 
 
 # ---------------------------------------------------------------------- indistinguishable devices

@@ -2,7 +2,7 @@
 
 The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
 refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
-then the gap is halved. A device without a line of its own tries no more than that of another of its product allows.
+then the gap is halved.
 """
 
 from __future__ import annotations
@@ -60,17 +60,13 @@ def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out.
-
-    `borrowed` is the line of another device of the same product: (bytes at 0 samples, bytes a sample).
-    """
+    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest batch that ran out."""
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
     ran: int = 0
     failed: int | None = None
     failures: int = 0  # times that it ran out
-    borrowed: tuple[float, float] | None = None
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
@@ -140,15 +136,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         wanted = self.ran * BLIND_GROWTH
         if self.failed is not None:
             wanted = self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
-        return self.bound(min(above, max(quantum, wanted)) // quantum * quantum, quantum)
-
-    def bound(self, batch: int, quantum: int = 1) -> int:
-        """The batch, reduced to what safely fits by a borrowed line, but not below a little more than what ran."""
-        if self.borrowed is None or self.line is not None or self.limit_bytes is None:
-            return batch
-        base, slope = self.borrowed
-        fits = SAFE_SHARE * (self.limit_bytes - base) / slope
-        return min(batch, max(self.ran + quantum, int(max(fits, SAFE_GROWTH * self.ran)) // quantum * quantum))
+        return min(above, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.model.memory import SAFE_GROWTH, Memory
+from evener.balancer.search.model.memory import Memory
 
 
 def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
@@ -150,13 +149,3 @@ def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
     level = Memory(None, ((100, 2000), (200, 2000)), 200)
     assert level.largest_within(1999) == 0
     assert level.largest_within(2000) > 10**6
-
-
-def test_a_borrowed_line_bounds_what_is_tried() -> None:
-    """By what it says fits, or a quarter more than ran where it says less; never fewer than the next whole batch."""
-    known = Memory(limit_bytes=1000, points=((10, 100),), ran=10, borrowed=(0.0, 2.0))
-    assert 10 * SAFE_GROWTH < known.bound(10**6) <= 500
-    assert known.bound(20) == 20
-    small = msgspec.structs.replace(known, borrowed=(990.0, 2.0))
-    assert small.bound(10**6) == int(10 * SAFE_GROWTH)
-    assert small.bound(10**6, 8) == 18
