@@ -80,7 +80,7 @@ def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
 DRAWN_ROWS = 512  # that a prediction deals, or one batch
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch
 LARGEST_BATCH = 1024  # rows that are worth a prediction
-_DRAW = (1103515245, 12345, 1 << 31)  # a linear congruential generator: the same batches in every search
+_DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 
 class TextModel:
@@ -88,7 +88,7 @@ class TextModel:
 
     def __init__(self, problem: Problem, seen: Observations, live: Sequence[int], longest_step: float | None) -> None:
         self.problem, self.seen, self._longest_step = problem, seen, longest_step
-        self.live = tuple(live)
+        self.live, self._hosts = tuple(live), problem.hosts or (0,) * problem.devices
 
     # ------------------------------------------------------------------ what was seen
 
@@ -153,16 +153,12 @@ class TextModel:
 
     def sync_seconds(self, positions: Sequence[int]) -> float:
         """The seconds of a split's step beyond the longest own work, over as many hosts; 0 before one was measured."""
-        over = []
+        over, hosts = [], len({self._hosts[i] for i in positions})
         for one in self.splits:
-            if self._count_hosts(one.probe.layout.active) == self._count_hosts(positions):
+            if len({self._hosts[i] for i in one.probe.layout.active}) == hosts:
                 own = [self._own_seconds(one, i) for i in one.probe.layout.active]
                 over.append(max(0.0, one.step_seconds - max(own)))
         return fmean(over) if over else 0.0
-
-    def _count_hosts(self, positions: Sequence[int]) -> int:
-        hosts = self.problem.hosts
-        return len({hosts[i] for i in positions}) if hosts else 1
 
     def _own_seconds(self, seen: Timed, position: int) -> float:
         cost, work = self.alone[position], _work(seen, position)
@@ -260,8 +256,8 @@ class TextModel:
     @cached_property
     def best_split(self) -> Layout | None:
         """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
-        hosts = self.problem.hosts or (0,) * self.problem.devices
-        groups = [self.able, *([i for i in self.able if hosts[i] == host] for host in sorted(set(hosts)))]
+        hosts = (tuple(i for i in self.able if self._hosts[i] == host) for host in sorted(set(self._hosts)))
+        groups = (self.able, *hosts)
         found = [self._without_idle(group) for group in groups if len(group) > 1 and self.can_hold(group)]
         fastest = min(found, key=lambda group: self.seconds(group, self.batch), default=None)
         return self.layout(fastest, self.batch) if fastest else None
@@ -315,14 +311,10 @@ class TextModel:
         return {}
 
     def _draw(self, batch: int) -> Iterator[list[int]]:
-        """Global batches of rows of the data's lengths."""
-        lengths, (factor, step, modulus), state = self.problem.lengths, _DRAW, 1
-        for _ in range(max(1, DRAWN_ROWS // batch)):
-            drawn = []
-            for _ in range(batch):
-                state = (factor * state + step) % modulus
-                drawn.append(lengths[state * len(lengths) // modulus])
-            yield drawn
+        """Global batches of rows of the data's lengths, the same in every search."""
+        lengths, rows, (factor, prime) = self.problem.lengths, range(max(batch, DRAWN_ROWS // batch * batch)), _DRAW
+        drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
+        return (drawn[first : first + batch] for first in rows[::batch])
 
 
 def _work(seen: Observation, position: int) -> Work | None:
