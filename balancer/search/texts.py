@@ -9,7 +9,7 @@ in the last one showed assigns rows otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -119,19 +119,18 @@ class TextStage:
     def _next_alone(self, choose: Callable[[int], Layout | None], devices: Sequence[int]) -> tuple[Probe, ...]:
         """A probe of each device alone for which there is another layout, if the budget affords all of them."""
         layouts = {i: layout for i in devices if (layout := choose(i))}
-        known = all(self._text.alone[i] for i in devices)
-        ends_with: Stage = "solo" if known else "race"  # without costs there is nothing to go on with
-        if not all(self._affords(layout, ends_with) for layout in layouts.values()):
-            return ()
+        known = all(self._text.alone[i] for i in devices)  # without costs there is nothing to go on with
         turn = 1 + max((len(self._text.tried_alone(i)) for i in layouts), default=0)
-        return tuple(self._probe(layout, "solo", turn) for layout in layouts.values())
+        probes = [self._probe(layout, "solo", turn, known) for layout in layouts.values()]
+        return tuple(probe for probe in probes if probe) if all(probes) else ()
 
-    def _probe(self, layout: Layout, stage: Stage, turn: int) -> Probe:
-        seconds = self._budget.probe_seconds(layout, stage, step_seconds=self._seconds(layout))
+    def _probe(self, layout: Layout, stage: Stage, turn: int, plan: bool) -> Probe | None:
+        """The probe, if the budget affords it: without a `plan`, all of the budget."""
+        step = self._seconds(layout)
+        if not self._budget.affords(layout, stage if plan else "race", step):
+            return None
+        seconds = self._budget.probe_seconds(layout, stage, step_seconds=step)
         return Probe(layout, stage, min(seconds, PASS_SECONDS) if layout.length else seconds, turn)
-
-    def _affords(self, layout: Layout, ends_with: Stage) -> bool:
-        return self._budget.affords(layout, ends_with, self._seconds(layout))
 
     def _seconds(self, layout: Layout) -> float | None:
         """The predicted seconds of a step; None if the budget's own guess has to do.
@@ -179,9 +178,9 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if larger passes are wanted, may fit, and are ever taken."""
-        steps = self._single_passes(position)
-        if not steps or _take_clearly_longer(steps) or WIDE * max(steps.values()) > self._budget.longest_step():
+        """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are ever taken."""
+        steps = self._single_passes(position).values()
+        if not steps or max(steps) >= min(LONG_ENOUGH * min(steps), self._budget.longest_step() / WIDE):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
         wall = self._text.walls[position]
@@ -207,10 +206,5 @@ class TextStage:
         layout = self._text.best_split
         if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
             return ()
-        affordable = self._affords(layout, "split" if self._text.splits else "race")
-        return (self._probe(layout, "split", len(tried)),) if affordable else ()
-
-
-def _take_clearly_longer(steps: Mapping[int, float]) -> bool:
-    """True if the longest of these steps shows what tokens cost."""
-    return max(steps.values()) >= LONG_ENOUGH * min(steps.values())
+        probe = self._probe(layout, "split", len(tried), bool(self._text.splits))
+        return (probe,) if probe else ()
