@@ -1,4 +1,4 @@
-"""The evidence that exploration found on one device, and the groups of devices that can't be told apart.
+"""The evidence that exploration found on one device, and groups of indistinguishable devices.
 
 Indistinguishable devices share one curve fitted to the points of all, hence equal shares.
 """

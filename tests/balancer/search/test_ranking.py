@@ -16,7 +16,6 @@ from evener.balancer.families import find_family, pack_on
 from evener.balancer.search.layouts import Candidate, split_evenly
 from evener.balancer.search.ranking import (
     PROBE_DRIFT,
-    TIE,
     Difference,
     Standing,
     compare_turns,
@@ -25,7 +24,7 @@ from evener.balancer.search.ranking import (
     throughput,
     unsettled,
 )
-from evener.balancer.search.statistics import relative_error
+from evener.balancer.search.statistics import TIE, relative_error
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate(find_family("solo"), solo(2, 0, 100))
