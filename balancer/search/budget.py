@@ -24,10 +24,11 @@ BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
     "pack": 2.0, "race": 3.0, "knobs": 3.0, "check": 4.0,
 }  # fmt: skip
+STEPS_A_PROBE = 12  # a probe of slow steps should have time for this many (passes_none, tol_jagged)
 LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
-FEWEST_STEPS = 5  # of a probe, if steps are slow: fewer aren't worth its start (bursts)
+FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
 CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning grows with them (TensorFlow, recorded)
 GROWS = 0.65  # of the budget: packs grow until then, and later turns follow
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
@@ -72,7 +73,7 @@ class Budget:
         In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`; two steps in any case.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
-        wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], FEWEST_STEPS * step))
+        wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if self.seconds is None:
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)

@@ -40,9 +40,9 @@ def budget(
 
 @pytest.mark.parametrize(
     ("stage", "step", "seconds"),
-    [*((stage, 0.01, seconds) for stage, seconds in BASE_SECONDS.items()), ("solo", 1.0, 5.0), ("solo", 30.0, 60.0)],
+    [*((stage, 0.01, seconds) for stage, seconds in BASE_SECONDS.items()), ("solo", 1.0, 12.0), ("solo", 30.0, 60.0)],
 )
-def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_five_steps(
+def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
     stage: Stage, step: float, seconds: float
 ) -> None:
     assert budget(seconds=None).probe_seconds(SPLIT, stage, 3, step) == seconds
@@ -57,7 +57,7 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     assert found.probe_seconds(SPLIT, "race", 40, 0.01, reserved=20) == pytest.approx(
         (left - 20) / 40 - found.overhead_seconds, abs=0.001
     )
-    assert found.probe_seconds(SPLIT, "race", 0, 1.0) == 5.0
+    assert found.probe_seconds(SPLIT, "race", 0, 1.0) == 12.0
     assert found.probe_seconds(SPLIT, "race", 10_000, 0.01) == 0.2
 
 
