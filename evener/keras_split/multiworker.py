@@ -284,7 +284,8 @@ class StepMetrics:
         return [*sent, *added, *losses]
 
     def _count_own(self, *batch: Any) -> None:
-        tf.function(lambda: self._model.compute_metrics(*batch)).get_concrete_function()  # makes states, counts nothing
+        count = tf.function(lambda: self._model.compute_metrics(*batch), autograph=False)
+        count.get_concrete_function()  # makes states, counts nothing
         warn_summed_metrics(self._model)
         self._gaining += _read([self._model._compile_metrics])
         self._model.compute_metrics(*batch)

@@ -6,6 +6,7 @@ Each case trains float64 models of one layer on 17 rows in batches of 8, shared 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -189,8 +190,9 @@ def unbuilt() -> Model:
 
 
 def validated(model: Model) -> Figures:
-    """Validation of each epoch, with weights."""
-    return fit(model, sample_weight=WEIGHTS, validation_data=(X[:11], Y[:11], WEIGHTS[:11]), validation_freq=2)
+    """Validation of each epoch and an evaluation, with weights."""
+    history = fit(model, sample_weight=WEIGHTS, validation_data=(X[:11], Y[:11], WEIGHTS[:11]), validation_freq=2)
+    return history | {"alone": model.evaluate(X, Y, sample_weight=WEIGHTS, batch_size=BATCH, verbose=0)}
 
 
 def some_steps(model: Model) -> Figures:
@@ -248,10 +250,10 @@ def stops(callback: Callable[[Any], Any]) -> Callable[[Model], Figures]:
 
 def overflowing(model: Model) -> Figures:
     """A loss that isn't a number any more."""
-    y = Y.copy()
+    y, before = Y.copy(), int(model.optimizer.iterations)
     y[12] = np.nan
     fit(model, X, y, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
-    return {"steps": int(model.optimizer.iterations)}
+    return {"steps": int(model.optimizer.iterations) - before}
 
 
 def early(model: Model) -> Figures:
@@ -378,14 +380,19 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
     "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
     "large outputs": (wide, fit_wide),
-    "evaluate alone, figures of batches, asked again, steps_per_epoch": (
-        regression,
-        in_turn(evaluate_alone, batch_figures, results_twice, some_steps),
-    ),
     "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
-    "stop by a figure, EarlyStopping, stop in one process, after an epoch": (
+    "evaluate alone, stops, figures of batches, asked again, steps_per_epoch": (
         regression,
-        in_turn(stops(lambda _: StopBelow()), early, stops(StopInOne), stops(StopInOneEpoch)),
+        in_turn(
+            evaluate_alone,
+            stops(lambda _: StopBelow()),
+            early,
+            stops(StopInOne),
+            stops(StopInOneEpoch),
+            batch_figures,
+            results_twice,
+            some_steps,
+        ),
     ),
     "checkpoints": (by_adam, saved),
     "weights of small kinds, pandas": (small_kinds, frames),
@@ -404,18 +411,21 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     leave_graphs_alone()
+    tempfile.tempdir = folder
     split = make_split()
     found: dict[str, Any] = {}
     for name, (make, run) in CASES.items():
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
         found[name] = train_twice(split, make, run)
-    found["stopped by NaN"] = overflowing(split.build(regression))
+    model = split.build(regression)
     return found | {
-        "refused": refused(split),
+        "refused": refused(split, model),
+        "stopped by NaN": overflowing(model),
         "half": half(split),
         "noise": keras_noise_program.train(split),
         "measured": [measured("towers"), measured("multiworker")],
+        "left": [path.name for path in Path(folder).glob("__autograph*")],
     }
 
 
@@ -469,7 +479,7 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
     return found | {"apart": difference(one.get_weights(), model.get_weights())}
 
 
-def refused(split: Split) -> dict[str, str]:
+def refused(split: Split, model: Model) -> dict[str, str]:
     """What each process says where they have unequal data."""
     rank = split.required_group.rank
     last = Y.copy()
@@ -485,7 +495,7 @@ def refused(split: Split) -> dict[str, str]:
         "shards": lambda model: model.fit(parts, verbose=0),
         "nothing": lambda model: model.fit(batches(X, Y), verbose=0),
     }
-    found, model = {}, split.build(regression)
+    found = {}
     for name, action in tried.items():
         try:
             found[name] = ""
@@ -496,10 +506,10 @@ def refused(split: Split) -> dict[str, str]:
 
 
 def half_model() -> Model:
-    """mixed_float16 at a scale where some sums of gradients overflow."""
+    """mixed_float16 at a scale where some sums of gradients overflow, and a layer in mixed_bfloat16."""
     set_seed()
     dense = [layers.Dense(16, activation="relu", dtype="float32"), layers.Dense(1, dtype="float32")]
-    model = keras.Sequential([keras.Input((4,)), Scaled(), *dense])
+    model = keras.Sequential([keras.Input((4,)), Scaled(), Scaled(dtype="mixed_bfloat16"), *dense])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4)
     model.compile(optimizer, "mse")
     return model

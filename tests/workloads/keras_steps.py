@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,7 @@ def apart(one: Any, other: Any) -> float:
 def alone(_rank: int, folder: str) -> dict[str, Any]:
     """One device."""
     leave_graphs_alone()
+    tempfile.tempdir = folder
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     workload = build("keras_mnist", settings=small)
     traces = count_traces(workload.model)
@@ -237,6 +239,7 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
         | {"no batch": attempt(own(folder, NO_BATCH, "lazy"))},
         "fed": {name: attempt(fed(folder, name)) for name in FEEDS},
         "own short": attempt(own(folder, SHORT, "lazy")),
+        "left": [path.name for path in Path(folder).glob("__autograph*")],
     }
 
 

@@ -214,6 +214,11 @@ def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says:
     assert "\n" not in words
 
 
+def test_no_code_that_tensorflow_writes_is_left(seen: Any) -> None:
+    """AutoGraph keeps each function that it rewrites as a file in /tmp, where a child that is killed leaves it."""
+    assert seen("alone")[0]["left"] == []
+
+
 @pytest.fixture
 def placed(seen: Any) -> Any:
     """What keras_towers did over two devices."""

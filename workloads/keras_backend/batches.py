@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from evener.errors import RequestError
-from evener.keras_split.data import ArrayBatches, array_rows
+from evener.keras_split.data import ArrayBatches, array_rows, as_it_is
 from evener.keras_split.split import Split
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -56,7 +56,7 @@ class Stream:
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
                 "Batch by the size that it is called with, from a data set that has at least that many rows.",
             )
-        return data.filter(lambda *each: tf.equal(tf.shape(first(each))[0], batch)).repeat()
+        return data.filter(as_it_is(lambda *each: tf.equal(tf.shape(first(each))[0], batch))).repeat()
 
 
 def pool(sample_batch: SampleBatch) -> Rows:
