@@ -15,6 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Event, Key
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
+from textual.widget import AwaitMount
 from textual.widgets import Input
 
 from evener.devices.sampler import Sampler
@@ -55,7 +56,7 @@ class EvenerApp(BaseApp):
         self._opens = opens  # the screen that is in front first, over the runs
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
-        self._opens_first = False
+        self._makes_screen = False
         self.register_theme(DARK)
         self.register_theme(LIGHT)
         self.theme = f"evener-{theme}"
@@ -67,10 +68,7 @@ class EvenerApp(BaseApp):
     async def on_mount(self) -> None:
         """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
-        self._opens_first = True
-        opened = self.switch_mode("runs" if self._opens else "monitor")
-        self._opens_first = False
-        await opened
+        await self.switch_mode("runs" if self._opens else "monitor")
         if self._opens:
             self.push_screen(self._opens())
         loop = self._started_on = asyncio.get_running_loop()
@@ -83,9 +81,18 @@ class EvenerApp(BaseApp):
         if not gc.isenabled():  # started on a terminal, not within a test
             self.call_after_refresh(_settle_memory)
 
+    def switch_mode(self, mode: str) -> AwaitMount:
+        """Switch to a screen; one that isn't there yet takes its styles as it is made."""
+        self._makes_screen = mode not in self._screen_stacks
+        made = super().switch_mode(mode)
+        if self._makes_screen:
+            self.screen._css_update_count = self._css_update_count
+        self._makes_screen = False
+        return made
+
     def refresh_css(self, animate: bool = True) -> None:
-        """Style everything again; not twice as the first screen opens, which takes its styles as it is made."""
-        if not self._opens_first:
+        """Style everything again, but for a screen that is being made."""
+        if not self._makes_screen:
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
