@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,9 +55,11 @@ def test_the_page_has_the_scripts_of_help() -> None:
 
 @two_cores
 @pytest.mark.slow
-@pytest.mark.usefixtures("cores_of_one_user")
+@pytest.mark.usefixtures("cores_of_one_user", "quick_probes")
 @pytest.mark.parametrize(("name", "script"), SCRIPTS, ids=[name for name, _ in SCRIPTS])
-def test_a_pasted_script_is_measured_and_trains(name: str, script: str, request: pytest.FixtureRequest) -> None:
+def test_a_pasted_script_is_measured_and_trains(
+    name: str, script: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its file alone: the framework is the one that it imports. Its plan, for one device, runs without a launch.
 
     With one device and one batch there is one measurement to make.
@@ -71,8 +71,7 @@ def test_a_pasted_script_is_measured_and_trains(name: str, script: str, request:
     skip_without(framework)
     Path(name).write_text(script)
     where = ["-d", "cpu/2:0", "--workload", f"{name}:build", "--global-batch", "1000", "--multiple-of", "1000"]
-    command = [sys.executable, "-m", "evener", "balance", *where, "--budget", "10m", "--export", "plan.toml"]
-    search = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
-    assert search.returncode == 0, search.stderr
-    assert json.loads(search.stdout)["framework"] == framework
+    capsys.readouterr()
+    assert run(["balance", *where, "--budget", "10m", "--export", "plan.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["framework"] == framework
     request.getfixturevalue(ranks)(f"tests.support.script_ranks.{train}", str(Path(name).absolute()))

@@ -23,7 +23,7 @@ def _kept_and_new(app: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return kept, {each.id: Widget.render_lines(each, crops[each]) for each in shown}
 
 
-@pytest.mark.parametrize(("filters", "size"), [(True, (160, 48)), (False, (160, 48)), (False, (80, 24))])
+@pytest.mark.parametrize(("filters", "size"), [(True, (160, 48)), (False, (80, 24))])
 async def test_kept_rows_are_those_that_would_be_drawn(
     app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch, filters: bool, size: tuple[int, int]
 ) -> None:
