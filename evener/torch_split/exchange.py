@@ -57,10 +57,10 @@ class Exchange:
         self.parameters = [each for each in named.values() if each.requires_grad]
         self.group, self._alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
-        if not alone:
-            self._agree([*named.values(), *common])
         for each in _exchanges:  # a sharded model refuses
             each.has_any(set(named))
+        if not alone:
+            self._agree([*named.values(), *common])
         self.begun: Callable[[Any, Any], None] = _nothing
         self.ready: Callable[[], None] = _nothing
         self.done: Callable[[], None] = _nothing
@@ -117,11 +117,6 @@ class Exchange:
             own = [each for each in tensors if each.device == device]
             dist._broadcast_coalesced(group, own, 250 << 20, 0)
 
-    def _spread_buffers(self) -> None:
-        buffers = self._common.all()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # as DDP: a graph may be kept
-            self._spread([each.detach() for each in buffers])
-
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
         if weight != self.weight and self._unsent:
@@ -140,7 +135,8 @@ class Exchange:
                 "An error ended a backward pass when part of its gradients were on their way to the other ranks.",
                 "Let such an error end the training, and train on from a checkpoint.",
             )
-        self._forget_begin()
+        _remove(self._begins)
+        self._hidden_task = -1
         self.waits = True
         watched = [each for each in outputs if each.requires_grad]
         for each in watched:
@@ -165,10 +161,6 @@ class Exchange:
 
         self._begins += (each.register_hook(begin) for each in self.parameters if each.requires_grad)
         own_hooks.update(each.id for each in self._begins)
-
-    def _forget_begin(self) -> None:
-        _remove(self._begins)
-        self._hidden_task = -1
 
     def _listen(self) -> None:
         """Have parameters say that their gradients have come, if there are some already; else one sees it anyway."""
@@ -284,7 +276,9 @@ class Exchange:
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
-                    self._spread_buffers()
+                    buffers = self._common.all()
+                    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # as DDP: for kept graphs
+                        self._spread([each.detach() for each in buffers])
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
