@@ -93,6 +93,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Search for garbage once, which says what it raises: pytest does it five times, and goes through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def default_signal_handlers() -> None:
     """Restore the handlers that nohup or `&` turned off: child processes inherit ignored signals."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import evener
-from tests.support.sources import parsed
+from tests.support.sources import nodes, parsed
 
 FRAMEWORKS = {"tensorflow", "keras", "torch"}
 SCREEN = {"textual", "textual_plotext", "plotext"}
@@ -90,7 +90,7 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in names.items():
         wanted: set[str] = set()
-        for node in ast.walk(parsed(path.resolve())):
+        for node in nodes(parsed(path.resolve())):
             if isinstance(node, ast.Import):
                 wanted |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

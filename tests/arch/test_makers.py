@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from evener.devices.registry import all_backends
 from evener.plan.layout import GPU_IDS
-from tests.support.sources import PACKAGES, REPO, compared, files, parsed, place
+from tests.support.sources import PACKAGES, REPO, compared, files, nodes, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
 KIND = re.compile(r"(cpu|gpu|sim)([-:].*)?", re.IGNORECASE)  # of devices, and how their labels and ids begin
@@ -34,7 +34,7 @@ SHOWN = (
 
 def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Imports, names and strings that name a maker; a text with a space is written for people, and compares nothing."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Import(names=found):
                 words = [alias.name for alias in found]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.sources import PACKAGES, REPO, files, parsed, place
+from tests.support.sources import PACKAGES, REPO, files, nodes, parsed, place
 
 # packages and folders; "." stands for the files beside them
 CLEAN = ("evener", "devices", "workloads", "balancer", "tui", "benchmarks", "docs", "examples", ".")
@@ -44,7 +44,7 @@ def components(name: str) -> set[str]:
 def forbidden_names(package: str) -> Iterator[Hit]:
     """Modules, classes and functions with a forbidden word in their names."""
     for path in files(package):
-        defined = [(node.name, node.lineno) for node in ast.walk(parsed(path)) if isinstance(node, DEFINITIONS)]
+        defined = [(node.name, node.lineno) for node in nodes(parsed(path)) if isinstance(node, DEFINITIONS)]
         for name, line in [(path.stem, 1), *defined]:
             if words := components(name) & FORBIDDEN:
                 yield Hit(place(path, line), f"{name}: {', '.join(sorted(words))}")
@@ -77,7 +77,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix == ".md":
         yield 1, path.read_text()
         return
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
     for token in tokenize.tokenize(io.BytesIO(path.read_bytes()).readline):

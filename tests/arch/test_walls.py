@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.sources import PACKAGES, REPO, files, parsed, place
+from tests.support.sources import PACKAGES, REPO, files, nodes, parsed, place
 
 INSIDE = ("tui", "balancer", "workloads", "devices")  # under evener/ they are links
 
@@ -27,7 +27,7 @@ def test_imports_within_a_folder_are_relative() -> None:
     """`from evener.balancer.types import Probe` inside balancer/ would look like another folder's."""
     wrong = []
     for path, room in sources():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(parsed(path)):
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = {room_of(f"{node.module}.{each.name}") for each in node.names}
                 if room_of(node.module) == room and names == {room}:
@@ -41,7 +41,7 @@ def test_no_relative_import_leaves_its_folder() -> None:
     for path, room in sources():
         base = REPO / (room.partition(".")[2] or "evener")
         depth = len(path.relative_to(base).parts)
-        for node in ast.walk(parsed(path)):
+        for node in nodes(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 into = (node.module or node.names[0].name).split(".")[0]
                 if node.level > depth or (room == "evener" and node.level == depth and into in INSIDE):
