@@ -67,6 +67,7 @@ def test_a_batch_at_once_is_what_row_by_row_gives(dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_data_set_that_says_so_is_given_a_tensor(workers: int) -> None:
     """It returns the batch as the loop gets it, in worker processes too; `collate_fn` may change it."""
     rows = list(sampler().batches())

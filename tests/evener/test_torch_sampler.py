@@ -182,6 +182,7 @@ def test_every_pass_is_a_new_epoch_unless_said() -> None:
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 def test_a_loader_goes_on_in_mid_epoch(taken: int, workers: int) -> None:
     """Rows that worker processes fetched ahead are not lost, and the epoch after is the one that would have come."""
     whole = Heard().loader(37, [8])
