@@ -37,7 +37,8 @@ LONGEST = (
     "test_keras_workloads.py",
     "test_lightning_oom.py",
 )  # a minute and more
-settings.register_profile("evener", deadline=None)  # tests may be slow while the machine is busy
+settings.register_profile("evener", max_examples=40, deadline=None)  # others each time; a busy machine is slow
+settings.register_profile("more", max_examples=1000, deadline=None)  # --hypothesis-profile=more
 settings.load_profile("evener")
 
 

@@ -178,7 +178,7 @@ def test_two_journals_of_one_name_are_never_one(path: Path) -> None:
     assert path.read_bytes() == content
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_read_or_refused_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -279,7 +279,7 @@ def test_nothing_timed_is_nothing_known() -> None:
     assert timing.phase == "warming up"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     step=st.floats(1e-5, 3.0),
     noise=st.floats(0.0, 0.5),
@@ -313,7 +313,7 @@ NOISE = st.sampled_from([0.0, 0.001, 0.05, 0.5, 2.0])
 CPU_SHARES = st.lists(st.sampled_from([None, 0.5, 1.0]), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(step=STEPS, noise=NOISE, shares=CPU_SHARES, seconds=st.floats(0.02, 300.0), seed=st.integers(0, 1000))
 def test_a_whole_run_never_ends_before_its_time(
     step: float, noise: float, shares: list[float | None], seconds: float, seed: int
@@ -329,7 +329,7 @@ def test_a_whole_run_never_ends_before_its_time(
     assert measured.steps == sum(block.steps for block in counted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(step=STEPS, noise=NOISE, shares=CPU_SHARES, asked=st.integers(1, 20_000), seed=st.integers(0, 1000))
 def test_a_run_of_steps_never_ends_before_them_and_adds_none(
     step: float, noise: float, shares: list[float | None], asked: int, seed: int

@@ -43,7 +43,7 @@ def feed(rebalancer: Rebalancer, factors: list[float], curves: tuple[Curve, ...]
     return changes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(CURVES, st.integers(20, 3000), st.booleans(), st.data())
 def test_solved_shares_hold_their_walls_and_no_row_would_be_done_earlier_elsewhere(
     curves: list[Curve], batch: int, passes: bool, data: st.DataObject
@@ -69,7 +69,7 @@ def test_solved_shares_hold_their_walls_and_no_row_would_be_done_earlier_elsewhe
             assert curve.seconds(shares[i] + 1) >= max(seconds) * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(CURVES, st.data())
 def test_steady_slowdowns_are_mended_by_one_change_that_gains_what_it_says(
     curves: list[Curve], data: st.DataObject
@@ -213,7 +213,7 @@ def test_advice_says_the_gain_in_the_whole_step() -> None:
     assert advise(PAIR, (768, 560), (0.1, 0.101)) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(CURVES, st.data())
 def test_advice_promises_what_the_curves_as_seen_give_and_no_row_would_be_done_earlier_elsewhere(
     curves: list[Curve], data: st.DataObject

@@ -80,7 +80,7 @@ def leaves(data: Any) -> list[Any]:
     return [leaf for item in data for leaf in leaves(item)] if isinstance(data, (tuple, list)) else [data]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(3, 9).flatmap(lambda rows: st.tuples(st.just(rows), nested(rows))), st.integers(1, 2))
 def test_parts_have_the_batchs_structure_and_together_its_rows(case: tuple[int, Any], at: int) -> None:
     rows, batch = case

@@ -43,7 +43,7 @@ def every_layout(some: list[DeviceCurve], fewest: int) -> list[tuple[int, ...]]:
     return [one for one in shares if sum(1 for share in one if share) >= fewest]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(device_curves(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 25), st.integers(1, 2))
 def test_a_fixed_batch_is_solved_exactly(
     some: list[DeviceCurve], base: float, each: float, batch: int, fewest: int
@@ -61,7 +61,7 @@ def test_a_fixed_batch_is_solved_exactly(
     assert found.seconds == pytest.approx(min(seconds(some, one, cost) for one in rivals), rel=1e-6)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(device_curves(), st.floats(0, 5), st.floats(0, 5), st.integers(1, 2))
 def test_a_free_batch_is_solved_to_a_sample(some: list[DeviceCurve], base: float, each: float, fewest: int) -> None:
     """No share vector is faster by more than one sample of rounding at a finish time makes."""
@@ -75,7 +75,7 @@ def test_a_free_batch_is_solved_to_a_sample(some: list[DeviceCurve], base: float
     assert found.samples_per_second >= top * (1 - count / (count + found.global_batch))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(device_curves(), st.floats(0, 5), st.floats(0.5, 1.0))
 def test_the_smallest_batch_reaches_its_rate(some: list[DeviceCurve], base: float, part: float) -> None:
     """What is said to reach a throughput does, with no larger a batch than the fastest layout."""
@@ -88,7 +88,7 @@ def test_the_smallest_batch_reaches_its_rate(some: list[DeviceCurve], base: floa
     assert found.global_batch <= fastest.global_batch
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(curves(), min_size=5, max_size=8), st.floats(0, 3), st.floats(0, 2), st.integers(20, 200))
 def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: float, each: float, batch: int) -> None:
     """With a cost that depends only on how many take part, the most able k devices are the best subset of k."""
@@ -124,7 +124,7 @@ def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
     assert found.seconds == pytest.approx(best, rel=0.002)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(curves(), st.integers(1, 60), st.floats(0.1, 100.0), st.sampled_from([1, 4]))
 def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit: float, quantum: int) -> None:
     """The largest batch ends in time, and one quantum more does not."""
@@ -137,7 +137,7 @@ def test_the_inverse_of_a_curve_is_its_inverse(curve: Curve, ceiling: int, limit
         assert curve.seconds(most + quantum) > limit * (1 - 1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(curves(), st.integers(300, 900), st.integers(300, 900), st.sampled_from([1, 4]), st.floats(0.8, 1.0))
 def test_one_device_is_solved_by_its_knots_and_its_limit(
     curve: Curve, most: int, cap: int, quantum: int, part: float
@@ -174,7 +174,7 @@ def test_one_device_that_holds_less_than_a_quantum_has_no_batch() -> None:
     assert found.global_batch == 7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(device_curves(), st.integers(2, 20), st.sampled_from([1, 2]))
 def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quantum: int) -> None:
     """In whole quanta, and no slower than the capped batch itself would be."""

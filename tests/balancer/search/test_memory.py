@@ -19,7 +19,7 @@ def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
     assert memory.largest_to_try(500) == 500
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(70, 4000), st.floats(1.0, 1.9), st.floats(0.2, 0.9), st.booleans())
 def test_the_retreat_from_out_of_memory_ends_near_the_edge(most: int, bend: float, at: float, known: bool) -> None:
     """Whatever the memory's shape, few probes end near the largest batch that fits, and few of them run out."""
@@ -45,7 +45,7 @@ def test_the_retreat_from_out_of_memory_ends_near_the_edge(most: int, bend: floa
         assert short == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(64, 4000), min_size=2, max_size=8, unique=True), st.integers(0, 200), st.randoms())
 def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     batches: list[int], rounded: int, chance: random.Random

@@ -87,7 +87,7 @@ def pass_curves(draw: st.DrawFn) -> PassCurve:
     return PassCurve(curve, wall, wall, -draw(st.floats(-0.5, 1.0)) * begins)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(pass_curves(), st.sampled_from([1, 2, 4]), st.floats(0.1, 300.0))
 def test_the_most_rows_by_a_time_are_what_trying_every_share_finds(
     curve: PassCurve, quantum: int, seconds: float
@@ -112,7 +112,7 @@ def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(curv
     assert [curve.passes(share) for share in (1, curve.wall, curve.wall + 1, 3 * curve.rows)] == [1, 1, 2, 3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(20, 200), st.floats(1.0, 3.0), st.floats(1.0, 2.0), st.floats(0.2, 30.0))
 def test_fewer_passes_of_more_rows_are_taken_where_they_are_faster(
     knee: int, room: float, steep: float, seconds: float
@@ -182,7 +182,7 @@ def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
     assert max(regrets) <= 0.03
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(benches(fewest=1, most=3), st.data())
 def test_where_everything_fits_passes_cost_nothing(bench: Bench, data: st.DataObject) -> None:
     """A fixed batch that any of the devices could hold, on curves along which a pass more is never faster."""
@@ -195,7 +195,7 @@ def test_where_everything_fits_passes_cost_nothing(bench: Bench, data: st.DataOb
     assert bench.rate(found.layout) >= 0.97 * bench.rate(without.layout)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(benches(fewest=2, most=3), st.booleans())
 def test_a_free_batch_has_no_passes(bench: Bench, known: bool) -> None:
     """It would grow without end."""

@@ -36,7 +36,7 @@ def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, lis
     raise AssertionError("the search does not end")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(benches(fewest=2, most=3), st.data())
 def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> None:
     """Wherever it is taken, and whatever was measured before; in any order, it is the same plan."""

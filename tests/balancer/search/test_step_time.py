@@ -26,7 +26,7 @@ def device(alone: list[Point], in_splits: tuple[Point, ...] = (), lost: str = ""
     return DeviceEvidence(tuple(alone), (), in_splits, Memory(None), len(alone), lost)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5000), positive, st.floats(0, 0.05)), min_size=1, max_size=8))
 def test_every_fit_rises(points: list[tuple[int, float, float]]) -> None:
     """Water-filling needs curves that rise; where times fall, a curve stays level."""

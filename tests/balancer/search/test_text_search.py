@@ -24,14 +24,14 @@ ROWS += [(1.0, 1.0, 2048.0, 131072.0), (1.0, 7.0, 5000.0, 400000.0)]
 
 
 @given(st.tuples(*[st.sampled_from([0.0, 1.0]), st.floats(0.01, 2), st.floats(1e-4, 0.1), st.floats(1e-7, 1e-3)]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) -> None:
     values = [sum(rate * amount for rate, amount in zip(rates, row, strict=True)) for row in ROWS]
     assert fit_rates(ROWS, values, [0.01 * value for value in values]) == pytest.approx(rates, rel=1e-5, abs=1e-6)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=len(ROWS), max_size=len(ROWS)))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
     """Whatever is measured, none is negative, and a little more or less of any of them is no better."""
     rates = fit_rates(ROWS, values, values)

@@ -136,7 +136,7 @@ def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> N
         assert search.why_stopped() == Stop.BUDGET
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(benches(fewest=2, most=3), st.sampled_from([3.0, 6.0, 12.0]), st.sampled_from([None, 5.0, 30.0]), st.booleans())
 def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
     bench: Bench, first: float, then: float | None, fixed: bool
