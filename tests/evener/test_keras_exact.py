@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]  # one wait for all p
 
 ROOT = Path(__file__).parents[2]
 ROLES = {"group of 2": ("chief", "worker"), "group of 3": ("worker",) * 3}  # of TensorFlow's groups
+RATIOS = "momentum, class weights, one row, ratios form"
 TOWERS = [
     *(
-        "momentum 3:1 class weights one row",
+        RATIOS,
         "adamw L2 activity weighted mean 5:0:1",
         "clipped accumulation, three steps per execution",
-        "ratios form",
     ),
-    *("masked embedding, dataset", "two heads", "passes 5:1", "passes 2:5"),
+    *("masked embedding, dataset", "two heads", "passes 5:1", "passes 2:5, evaluate and predict"),
 ]
 
 
@@ -113,13 +113,6 @@ def test_processes_shuffle_in_the_same_order(proofs: Any) -> None:
     """A shuffling fit ends with the same loss and metrics in every process."""
     first, second = (found["users"]["shuffled"] for found in proofs("group of 2"))
     assert first == second
-
-
-def test_evaluate_and_predict_are_those_of_one_device(proofs: Any) -> None:
-    """Over several devices, with weights and a short last batch."""
-    found = proofs("towers")[0]["evaluate"]
-    assert found["logs"] <= 1e-12
-    assert found["predict"] <= 1e-12
 
 
 def test_a_dataset_has_each_sample_once_an_epoch(proofs: Any) -> None:
@@ -228,14 +221,14 @@ def test_towers_draw_fresh_numbers(proofs: Any) -> None:
 
 def test_the_model_is_saved_as_the_users_own(proofs: Any) -> None:
     """Loaded without evener's classes, it predicts the same."""
-    found = proofs("towers")[0]["ratios form"]["saved"]
+    found = proofs("towers")[0][RATIOS]["saved"]
     assert found["predict"] <= 1e-12
     assert found["plain"] == 1
 
 
 def test_ratios_mean_what_they_meant(proofs: Any) -> None:
     """768:560 of 100 samples are 57 and 43."""
-    assert proofs("towers")[0]["ratios form"]["first"] == 57
+    assert proofs("towers")[0][RATIOS]["first"] == 57
 
 
 def test_devices_draw_their_own_numbers_in_passes(proofs: Any) -> None:
