@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Sequence
 from itertools import repeat
@@ -13,7 +14,7 @@ import torch
 from ..errors import RequestError
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
-FUSED = 4096  # numbers of a mean gradient from which a CPU gains by weighting as it copies
+FUSED = {"cpu": 1 << 12, "cuda": 1 << 21}  # numbers of a mean gradient from which weighting it as it is copied gains
 MOST_PATTERNS = 64  # of flags that a bucket keeps
 MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
 TAIL = 2  # numbers of a bucket that are no gradient's
@@ -41,8 +42,8 @@ class Bucket:
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
         self._absent: list[int] = []  # without a gradient when it was gathered
-        large = self.gradients.numel() > FUSED * len(sizes)
-        self._fuses = large and self.flat.device.type == "cpu"  # multiplies as it copies: memory is read once
+        mean = self.gradients.numel() / len(sizes)
+        self._fuses = mean > FUSED.get(self.flat.device.type, math.inf)  # multiplies as it copies: memory is read once
         self._work: Any = None
         self._version = 0  # of the gradients as they were sent
 
