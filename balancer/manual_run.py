@@ -1,4 +1,4 @@
-"""Measurements outside a search: runs at batch sizes that a person chooses, and profiles of layouts.
+"""Measurements outside a search: runs at batch sizes that a person chooses.
 
 Per-device figures come from the step itself where a device's own work can be separated from waiting (CPU slices,
 simulated devices); elsewhere each device is timed alone at its share.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 
 import msgspec
 
@@ -17,13 +16,10 @@ from evener.devices.types import Device
 from evener.errors import NoLayoutError, RequestError
 from evener.system.files import new_error_file
 
-from .probes.child_prober import ChildProber, make_prober
+from .probes.child_prober import make_prober
 from .probes.prober import Prober
-from .probes.protocol import Profiled
 from .request import Job
-from .result.rivals import describe
-from .result.words import make_fault, say
-from .search.search import Search
+from .result.words import make_fault
 from .store.locks import lock_job
 from .types import (
     Failed,
@@ -42,8 +38,6 @@ from .types import (
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
 ALONE_SECONDS = 3.0  # of each device by itself
-PROFILED_STEPS = 20  # profiled of each layout
-LayoutProfile = tuple[str, Profiled | str]  # a layout's name, and its profile or why there is none
 
 
 class RunLength(msgspec.Struct, frozen=True):
@@ -178,19 +172,3 @@ def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threadi
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)
-
-
-def profile_ranking(resolved: Job, search: Search, stop: threading.Event) -> list[LayoutProfile]:
-    """Profile the best single device and the layouts of the ranking that use several, until `stop` is set."""
-    if resolved.machine is not None:
-        return [("simulated devices", "they run no framework that could be profiled")]
-    ranked = [one.candidate for one in search.ranking()]
-    profiles: list[LayoutProfile] = []
-    with closing(make_prober(resolved)) as prober:
-        for one in ranked:
-            if stop.is_set() or not isinstance(prober, ChildProber):
-                break
-            if one.layout.traits.alone or len(one.layout.active) > 1:
-                name = say(describe(one, len(resolved.devices)))
-                profiles.append((name, prober.profile(one.layout, PROFILED_STEPS, stop)))
-    return profiles

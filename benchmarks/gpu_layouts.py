@@ -23,7 +23,7 @@ def layouts(bench: GpuBench) -> None:
     compare(small, bench.pair, small, "--global-batch", "256")
     compare(f"{small} packed", alone, small, "--global-batch", "256", "--mps")
     for workload in PLACED[bench.framework]:
-        compare(workload, bench.pair, workload, "--global-batch", "512", "--profile")
+        compare(workload, bench.pair, workload, "--global-batch", "512")
     knobs = "xla,mixed" if bench.framework == "tensorflow" else "mixed"
     compare(f"{large} knobs", alone, large, "--global-batch", "512", "--layouts", "solo", "--try", knobs)
 

@@ -23,7 +23,7 @@ from evener.devices.types import Device
 from evener.errors import DeviceError
 
 from ..request import Job
-from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
+from ..types import Failed, Observation, OutOfMemory, Probe, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -38,9 +38,9 @@ from .launch_plan import (
     map_ranks,
     runs_in_one_process,
 )
-from .measurement import Measurement, ProgressReporter, Timeouts, prepare_command
+from .measurement import Measurement, ProgressReporter, Timeouts
 from .prober import Facts, Prober, Report, add_facts
-from .protocol import Built, Prepared, Profile, Profiled, Ready, Stack
+from .protocol import Built, Ready, Stack
 from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
@@ -108,27 +108,6 @@ class ChildProber:
                 yield seen
         if errors:
             raise errors[0]
-
-    def profile(self, layout: Layout, steps: int, stop: threading.Event) -> Profiled | str:
-        """The transfers between devices in steps of a layout, by its first process; or why they are unknown."""
-        probe = Probe(layout, "race", 0.0)
-        self._free_memory((probe,))
-        try:
-            group = self._start(GroupKey.for_layout(layout), ProgressReporter(probe, lambda _: None, self.now), stop)
-            try:
-                return self._profile(layout, group, steps, stop)
-            finally:
-                group.end()
-        except StoppedError:
-            return "it was stopped"
-        except GroupError as error:
-            return error.root.detail
-
-    def _profile(self, layout: Layout, group: ChildGroup, steps: int, stop: threading.Event) -> Profiled:
-        command, limit = prepare_command(layout, group.ranks), self._timeouts.prepare
-        for _ in range(2):  # TensorFlow traces twice
-            group.call(lambda _: command, Prepared, limit, stop)
-        return cast(Profiled, group.call(lambda _: Profile(steps), Profiled, limit, stop)[0])
 
     def now(self) -> float:
         """Wall seconds since the session began."""

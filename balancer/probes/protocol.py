@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from evener.shares.curves import Cost, Work
-from evener.workloads.profiling import Transfer
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import is_user_file
 
@@ -70,17 +69,11 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
     seconds: float = 0.0
 
 
-class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Run `steps` steps, then as many again under the framework's profiler."""
-
-    steps: int
-
-
 class Rest(msgspec.Struct, frozen=True, tag=True):
     """No step follows for now: give back memory that isn't in use."""
 
 
-Command = Begin | Build | Prepare | RunSteps | Profile | Rest
+Command = Begin | Build | Prepare | RunSteps | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -114,14 +107,6 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     waited_seconds: Seconds | None = None  # of its device, for other ranks' gradients and the sum; None: unknown
 
 
-class Profiled(msgspec.Struct, frozen=True, tag=True):
-    """The transfers between devices in the profiled steps, and the seconds of as many steps without the profiler."""
-
-    steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    seconds: Seconds
-    transfers: Annotated[tuple[Transfer, ...], msgspec.Meta(max_length=1000)]
-
-
 class Rested(msgspec.Struct, frozen=True, tag=True):
     """The bytes that the child keeps of each of its devices; None: as many as at its peak, or unknown."""
 
@@ -137,7 +122,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-Reply = Ready | Built | Prepared | Ran | Profiled | Rested | ChildError
+Reply = Ready | Built | Prepared | Ran | Rested | ChildError
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -91,8 +91,6 @@ class Worker:
                 return self._prepare(command)
             case protocol.RunSteps():
                 return self._run(command)
-            case protocol.Profile():
-                return self._profile(command.steps)
             case protocol.Rest():
                 return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
             case _:
@@ -173,22 +171,6 @@ class Worker:
             framework=build.framework,
             timed=timed,
         )
-
-    def _profile(self, steps: int) -> protocol.Profiled:
-        """The steps are timed without the profiler first, as it slows them."""
-        from evener.workloads import profiling
-
-        workload, build = self._built()
-
-        def run() -> None:
-            for _ in range(steps):
-                workload.step()
-            workload.synchronize()
-
-        started = time.perf_counter()
-        run()
-        seconds = time.perf_counter() - started
-        return protocol.Profiled(steps, seconds, profiling.profile(build.framework, run))
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
         """Run steps until the devices are done with them; returns the seconds spent spinning."""

@@ -22,7 +22,6 @@ FRAMEWORKS = (
     "evener/huggingface/",
     "evener/keras_split/",
     "evener/ray.py",
-    "workloads/profiling.py",
     "workloads/torch_backend/",
     "workloads/keras_backend/",
 )

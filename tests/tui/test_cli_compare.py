@@ -191,20 +191,3 @@ def test_an_interrupt_leaves_no_child() -> None:
     assert json.loads(out)["interrupted"]
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-
-
-@two_cores
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_probes")
-def test_a_workload_without_a_framework_has_no_profiler(capsys: pytest.CaptureFixture[str]) -> None:
-    """A real child refuses; the ranking is printed all the same."""
-    code, answer = ask(capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo", "--budget", "8s", "--profile")
-    assert code == 0
-    assert "no profiler" in answer["profile"][0]["trouble"]
-    assert not psutil.Process().children(recursive=True)
-
-
-def test_simulated_devices_have_no_profiler(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = ask(capsys, "-d", machine(), "--global-batch", "256", "--layouts", "solo,even", "--profile")
-    assert code == 0
-    assert "no framework" in answer["profile"][0]["trouble"]

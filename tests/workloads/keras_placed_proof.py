@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from evener.workloads.keras_backend import models
 from evener.workloads.keras_backend.two_tower import PlacedEngine, added, build, model, reviews
-from evener.workloads.profiling import profile
 from evener.workloads.protocol import Place
 from tests.support.keras_twice import with_variables
 
@@ -31,7 +30,6 @@ def placed() -> dict[str, Any]:
         start = [np.array(weight) for weight in workload.model.get_weights()]
         answer[placement] = {"gradients": gradients(workload, start), "weights": trained(workload, start)}
         answer[placement]["devices"] = devices_of(workload.engine)
-        answer[placement]["sent"] = sent(workload)
     answer["dense"] = by_hand()
     answer["resnet50"] = count_parameters(models.resnet50)
     return answer
@@ -100,16 +98,6 @@ def trained(workload: Any, start: list[Any]) -> float:
     after = workload.model.get_weights()
     assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), "every weight has learnt"
     return max(difference(one, other) for one, other in zip(after, plain.get_weights(), strict=True))
-
-
-def sent(workload: Any) -> int:
-    """How often a step sends something between the devices, by TensorFlow's profiler."""
-
-    def run() -> None:
-        workload.step()
-        workload.synchronize()
-
-    return sum(row.calls for row in profile("tensorflow", run) if row.name == "send between devices")
 
 
 def devices_of(engine: PlacedEngine) -> dict[str, list[str]]:

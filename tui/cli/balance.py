@@ -18,7 +18,6 @@ from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
 from evener.balancer.learn import learn
-from evener.balancer.manual_run import LayoutProfile, profile_ranking
 from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
 from evener.balancer.result.words import refuse, write_verdict
@@ -30,14 +29,7 @@ from evener.errors import RequestError
 
 from ..text.formatting import Form, align, folded, json_text, plain
 from ..text.parsing import REQUEST_HELP, check_one_form, parse_budget, parse_duration, parse_words
-from ..text.ranking_tables import (
-    packing_tables,
-    ranking_json,
-    ranking_table,
-    scaling_table,
-    transfer_json,
-    transfer_tables,
-)
+from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines
 from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, FormatOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
@@ -179,7 +171,6 @@ def compare(
     knobs: Annotated[
         str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
     ] = None,
-    profile: Annotated[bool, WHAT("--profile", help="Also profile the transfers between devices.")] = False,
     export: ExportOption = None,
     form: FormatOption = "table",
     as_json: JsonOption = False,
@@ -191,21 +182,12 @@ def compare(
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
-        tables += [frontier_table(finished.findings), *transfer_tables(profiled(session, finished))]
+        tables.append(frontier_table(finished.findings))
         lines = [line for table in tables for line in table.lines(form, terminal_columns())]
         print("\n".join([*lines, *_words(finished, form)]), flush=True)
 
-    def profiled(session: Session, finished: Finished) -> list[LayoutProfile]:
-        """The profiles, if any were asked for; a signal ends them early and keeps what was profiled."""
-        if not profile or finished.interrupted:
-            return []
-        stop = threading.Event()
-        with stopped_by_signals(stop.set, "stopping the profile"):
-            return profile_ranking(resolved, session.search, stop)
-
-    def more(session: Session, finished: Finished, labels: Sequence[str]) -> dict[str, object]:
-        profiles = {"profile": transfer_json(profiled(session, finished))} if profile else {}
-        return {**ranking_json(session.search, labels), **profiles}
+    def more(session: Session, _finished: Finished, labels: Sequence[str]) -> dict[str, object]:
+        return ranking_json(session.search, labels)
 
     check_export(export)
     return run_session(Session(begin(resolved)), show, export, as_json, more)

@@ -1,16 +1,12 @@
-"""A comparison as text: the ranking, packing, how an even split scales, and profiles. Knows no screen."""
+"""A comparison as text: the ranking, packing, and how an even split scales. Knows no screen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from evener.balancer.families import MODES
-from evener.balancer.manual_run import LayoutProfile
 from evener.balancer.number_format import half_width, percent, rate, size
-from evener.balancer.probes.protocol import Profiled
 from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.verdict import waiting_share
 from evener.balancer.result.words import say_all
@@ -18,13 +14,11 @@ from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
-from evener.workloads.profiling import Transfer
 
 from .formatting import Table, energy_cells, plain
 from .summaries import outcome_name, share_words
 
 SCALING_STEPS = 1000  # the tables have the seconds of this many steps
-MOST_TRANSFERS = 8  # of each profile, the slowest first
 RANKING_NOTE = (
     "±: half of the 95 % interval. waiting: part of a step in which even the busiest device waits for others or for"
     " data. against the winner: as measured in turn, which the samples/s alone may not show. turns: how often it was"
@@ -181,41 +175,3 @@ def _pack_json(one: Observation) -> dict[str, object]:
         "memory_bytes": timed and timed.memory_bytes[layout.active[0]],
         "outcome": outcome_name(one),
     }
-
-
-def transfer_tables(profiles: Sequence[LayoutProfile]) -> list[Table]:
-    """The transfers between devices, as nvprof lists them; times are relative to the steps' without the profiler."""
-    return [_profile_table(title, profile) for title, profile in profiles]
-
-
-def _profile_table(title: str, profile: Profiled | str) -> Table:
-    rows: list[tuple[str, ...]] = [("time", "ms", "calls", "avg us", "min us", "max us", "size", "name")]
-    if isinstance(profile, str):
-        return Table(f"profile of {title}", rows, 0, plain(profile, 200))
-    rows += [_transfer_row(row, profile.seconds) for row in profile.transfers[:MOST_TRANSFERS]]
-    title = f"profile of {title}, {profile.steps} steps of {profile.seconds / profile.steps * 1000:.2f} ms"
-    return Table(title, rows, 0, "" if profile.transfers else "nothing moved between devices")
-
-
-def _transfer_row(row: Transfer, total_seconds: float) -> tuple[str, ...]:
-    micro = (row.seconds / row.calls, row.shortest_seconds, row.longest_seconds)
-    return (
-        percent(row.seconds / total_seconds if total_seconds else 0.0, 1),
-        f"{row.seconds * 1e3:.2f}",
-        str(row.calls),
-        *(f"{seconds * 1e6:.1f}" for seconds in micro),
-        "-" if row.moved_bytes is None else size(row.moved_bytes),
-        plain(row.name, 60),
-    )
-
-
-def transfer_json(profiles: Sequence[LayoutProfile]) -> list[dict[str, object]]:
-    """The profiles as data, with every row."""
-    listing: list[dict[str, object]] = []
-    for title, profile in profiles:
-        if isinstance(profile, str):
-            listing.append({"name": title, "trouble": profile})
-        else:
-            transfers = msgspec.to_builtins(profile.transfers)
-            listing.append({"name": title, "steps": profile.steps, "seconds": profile.seconds, "transfers": transfers})
-    return listing
