@@ -1,4 +1,4 @@
-"""This user's runs: found by name, listed, loaded, annotated, deleted, and replayed into a search.
+"""This user's runs: found by name, listed, loaded, deleted, and replayed into a search.
 
 The same observations give the same search, and so the same plan.
 """
@@ -20,13 +20,13 @@ import msgspec
 
 from evener.devices.registry import is_simulated
 from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_error
-from evener.live.journal import TRAINING_JOURNAL, NoiseEntry
+from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry, TrainingEntry, TrainingRecord
 from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.files import runs_folder
 
 from .. import journal
 from ..intake import read_job
-from ..journal import EndedEntry, FailedEntry, Header, Record
+from ..journal import EndedEntry, FailedEntry, Header, Record, read_trusted
 from ..probes.prober import Facts
 from ..request import Job
 from ..result.outcome import Outcome, RunEnd, build_outcome
@@ -35,7 +35,6 @@ from ..search.decisions import Stop
 from ..search.layouts import BALANCE
 from ..search.search import Search
 from ..types import Failed, Finding, Observation, Said
-from .folder import RunNote, TrainingRecord, change_note, read_note, read_training
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"
@@ -58,8 +57,6 @@ class RunSummary(msgspec.Struct, frozen=True):
     trouble: str = ""  # why it failed, or can't be read
     seconds: float = 0.0  # of measuring, by the session's clock
     budget_seconds: float | None = None
-    note: str = ""
-    tags: tuple[str, ...] = ()
     kind: Literal["search", "training"] = "search"
 
     @property
@@ -79,7 +76,6 @@ class StoredRun(msgspec.Struct, frozen=True):
     state: State = "finished"
     trouble: str = ""  # why it failed
     seconds: float = 0.0
-    note: RunNote = RunNote()
     findings: Said = Said()  # what the verdict and the plan say, as data; empty for journals up to 0.1
     faults: tuple[Finding, ...] = ()  # `trouble` as data
 
@@ -94,6 +90,9 @@ class StoredRun(msgspec.Struct, frozen=True):
         resume = f"Go on with evener balance --resume {self.header.run}, or choose another."
         why, remedy = reasons.get(self.state, ("ended before it had a plan.", resume))
         raise RequestError(f"The run {self.header.run} {why}", remedy)
+
+
+_training_decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(TrainingEntry)
 
 
 def run_folder(run: str) -> Path:
@@ -139,7 +138,7 @@ def find_any(name: str) -> str:
 
 def load_training(run: str) -> TrainingRecord | None:
     """The record of a training, by its whole id; None for a search. RequestError if it can't be read."""
-    return read_training(run, _training_path(run)) if _is_training(run) else None
+    return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
@@ -151,6 +150,21 @@ def load_noise(name: str) -> NoiseEntry:
                 if isinstance(entry, NoiseEntry):
                     return entry
     raise refuse(Finding("request.no_noise", {"name": "" if name == "last" else name}))
+
+
+def _read_training(run: str, path: Path) -> TrainingRecord:
+    """The journal in this file; RequestError names the line that can't be read. An incomplete last line is left out."""
+    lines = read_trusted(path).split(b"\n")[:-1]
+    entries = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(_training_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            remedy = "Delete the file from that line on, or the run."
+            raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
+    if not entries or not isinstance(entries[0], StartEntry):
+        raise RequestError(f"{path} doesn't begin with the start of a training.", "Delete the run.")
+    return TrainingRecord(run, tuple(entries))
 
 
 def _is_training(run: str) -> bool:
@@ -175,12 +189,10 @@ def load_run(name: str) -> StoredRun:
     state, trouble = _find_state(record)
     plan, verdict, findings = _find_plan(record, str(path))
     interrupted = ended is None or ended.interrupted
-    seconds, note = record.clock_seconds, read_note(path.parent)
+    seconds = record.clock_seconds
     end = record.last_end
     faults = end.findings if isinstance(end, FailedEntry) else ()
-    return StoredRun(
-        record.header, observations, plan, verdict, interrupted, state, trouble, seconds, note, findings, faults
-    )
+    return StoredRun(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, findings, faults)
 
 
 def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
@@ -193,13 +205,6 @@ def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
     return None, "", Said()
 
 
-def annotate_run(
-    name: str, note: str | None = None, add_tags: Iterable[str] = (), remove_tags: Iterable[str] = ()
-) -> RunNote:
-    """Change a run's note (None leaves it) and its tags, and return them; RequestError for a bad tag."""
-    return change_note(run_folder(find_any(name)), note, add_tags, remove_tags)
-
-
 def choose_prunable(
     found: Sequence[RunSummary],
     *,
@@ -210,7 +215,7 @@ def choose_prunable(
 ) -> tuple[RunSummary, ...]:
     """The runs that meet every condition given: older, in one of the states, and not among the newest `keep`.
 
-    Never one that is running, or that has a note or a tag; without a condition, none. `found` is as `list_runs` has it.
+    Never one that is running; without a condition, none. `found` is as `list_runs` has it.
     """
     if older_seconds is None and keep is None and not states:
         return ()
@@ -219,7 +224,6 @@ def choose_prunable(
         one
         for one in found[keep or 0 :]
         if one.state != "running"
-        and not (one.note or one.tags)
         and (not states or one.state in states)
         and (latest is None or _created_at(one) < latest)
     )
@@ -251,14 +255,13 @@ def _list_ids() -> list[str]:
 
 
 def _summarize(run: str) -> RunSummary:
-    note = read_note(run_folder(run))
     try:
         training = load_training(run)
         if training is not None:
-            return _summarize_training(training, note)
+            return _summarize_training(training)
         record = journal.read(journal_path(run))
     except EvenerError as fault:
-        return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message, note=note.note, tags=note.tags)
+        return RunSummary(run, "", (), "", "unreadable", 0, None, (), fault.message)
     header, ended = record.header, record.ended
     state, trouble = _find_state(record)
     return RunSummary(
@@ -273,12 +276,10 @@ def _summarize(run: str) -> RunSummary:
         trouble=trouble,
         seconds=record.clock_seconds,
         budget_seconds=header.request.budget_seconds,
-        note=note.note,
-        tags=note.tags,
     )
 
 
-def _summarize_training(training: TrainingRecord, note: RunNote) -> RunSummary:
+def _summarize_training(training: TrainingRecord) -> RunSummary:
     start = training.start
     return RunSummary(
         run=training.run,
@@ -291,8 +292,6 @@ def _summarize_training(training: TrainingRecord, note: RunNote) -> RunSummary:
         ratios=tuple(share / max(1, sum(start.shares)) for share in start.shares),
         trouble=training.failure,
         seconds=training.seconds,
-        note=note.note,
-        tags=note.tags,
         kind="training",
     )
 

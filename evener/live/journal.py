@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -82,6 +82,52 @@ class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
 
 
 TrainingEntry = StartEntry | SpeedEntry | ChangeEntry | RetreatEntry | NoiseEntry | EndEntry
+TrainingState = Literal["running", "finished", "stopped", "failed"]
+
+
+class TrainingRecord(msgspec.Struct, frozen=True):
+    """The content of a training's journal; the first entry is its start."""
+
+    run: str
+    entries: tuple[TrainingEntry, ...]
+
+    @property
+    def start(self) -> StartEntry:
+        """The last start: its devices and shares are those of now."""
+        return next(entry for entry in reversed(self.entries) if isinstance(entry, StartEntry))
+
+    @property
+    def state(self) -> TrainingState:
+        """The state of the training; one that was killed or interrupted has stopped."""
+        last, start = self.entries[-1], self.start
+        if isinstance(last, EndEntry):
+            return "failed" if last.failure else "finished"
+        is_here = start.host == socket.gethostname()
+        return "running" if is_here and start_ticks(start.pid) == start.ticks else "stopped"
+
+    @property
+    def failure(self) -> str:
+        """The exception that ended it."""
+        last = self.entries[-1]
+        return last.failure if isinstance(last, EndEntry) else ""
+
+    @property
+    def began_at(self) -> float:
+        """Seconds since the epoch."""
+        first = self.entries[0]
+        return first.at if isinstance(first, StartEntry) else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds from the first start to the last entry, or to now."""
+        times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
+        return (time.time() if self.state == "running" else times[-1]) - self.began_at
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The last that was written."""
+        speeds = (entry.samples_per_second for entry in reversed(self.entries) if isinstance(entry, SpeedEntry))
+        return next(speeds, None)
 
 
 class TrainingJournal:

@@ -19,7 +19,7 @@ from evener.errors import DeviceError, NoLayoutError
 from evener.live.files import LiveRecord
 from evener.live.journal import TrainingJournal
 from evener.tui.screens.dialogs import DetailsDialog
-from evener.tui.screens.run_dialogs import ContinueDialog, NoteDialog, SaveDialog
+from evener.tui.screens.run_dialogs import ContinueDialog, SaveDialog
 from tests.support.pilots import open_runs, text, until
 
 PAIR = "sim:gtx1080ti,gtx1080"
@@ -90,8 +90,8 @@ async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(app_of: Any, ev
         assert app.balance.finished is not None
 
 
-async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> None:
-    """Notes and tags are found by the filter; what is hidden is said in the heading, framed or not."""
+async def test_the_list_is_sorted_filtered_and_marked(app_of: Any) -> None:
+    """What is hidden is said in the heading, framed or not."""
     await asyncio.to_thread(_search, devices=PAIR)
     await asyncio.to_thread(_search, devices="sim:gtx1080", workload="keras_gru")
     app = app_of()
@@ -101,14 +101,9 @@ async def test_the_list_is_sorted_filtered_marked_and_annotated(app_of: Any) -> 
         await pilot.press("S")
         assert [row.run for row in panel.rows] == [oldest, newest]
         assert [row.run for row in panel.chosen_rows] == [newest], "the cursor stays on its run"
-        await pilot.press("n")
-        await _dialog(pilot, NoteDialog)
-        app.screen.query_one("#line", Input).value = "one card #baseline"
-        await pilot.press("enter")
-        await until(pilot, lambda: "#baseline one card" in text(app, "#left"), "the note")
-        await pilot.press("slash", *"baseline", "enter")
+        await pilot.press("slash", *"gru", "enter")
         assert [row.run for row in panel.rows] == [newest]
-        assert " 1 of 2: baseline" in text(app, "#runs").splitlines()[0]
+        assert " 1 of 2: gru" in text(app, "#runs").splitlines()[0]
         await pilot.press("escape", "home", "space", "space", "d")
         await pilot.pause()
         assert "Delete 2 runs" in text(app, "#question")
@@ -205,4 +200,4 @@ async def test_a_training_shows_what_its_journal_has_and_can_only_be_deleted(
         await open_runs(pilot, 1)
         await until(pilot, lambda: "started again: 8 rows on GPU:0" in text(app, "#left"), "the journal")
         assert app.screen.check_action("delete", ())
-        assert not any(app.screen.check_action(name, ()) for name in ("go_on", "export", "report", "replay", "note"))
+        assert not any(app.screen.check_action(name, ()) for name in ("go_on", "export", "report", "replay"))

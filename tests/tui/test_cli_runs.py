@@ -1,4 +1,4 @@
-"""`evener runs`: states, filters, notes and tags, and pruning; resuming with more time."""
+"""`evener runs`: states, filters, and pruning; resuming with more time."""
 
 from __future__ import annotations
 
@@ -66,44 +66,34 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
 
 
 def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """By state, tag and workload, before or behind `list`; at most so many."""
+    """By state and workload, before or behind `list`; at most so many."""
     finished, failed, cut_off = three_runs
-    assert run(["runs", "tag", finished, "base", "old"]) == 0
-    assert run(["runs", "tag", finished, "old", "--remove"]) == 0
-    assert run(["runs", "note", finished, "the first pair"]) == 0
 
     def names(*options: str) -> list[str]:
         return [one["run"] for one in _listed(capsys, *options)]
 
     assert names("--state", "stopped,finished") == [cut_off, finished]
-    assert names("--tag", "base") == [finished]
-    assert names("--tag", "old") == []
     assert names("--workload", "torch") == names("list", "-w", "torch") == [failed]
     assert names("--sort", "time", "-n", "1") == names("--sort", "time", "-n", "1", "list") == [finished]
     assert run(["runs", "--state", "lost"]) == 2
     assert "unreadable" in capsys.readouterr().err
-    assert run(["runs"]) == 0
-    assert capsys.readouterr().out.count("#base; the first pair") == 1
 
 
-def test_pruning_keeps_what_is_running_tagged_or_noted(
-    three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pruning_keeps_what_is_running(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """And needs a condition; --dry-run only prints."""
-    finished, failed, cut_off = three_runs
+    _finished, failed, cut_off = three_runs
     assert run(["runs", "prune", "--yes"]) == 2
     assert "--older-than" in capsys.readouterr().err
     assert run(["runs", "prune", "--older-than", "1d", "--yes"]) == 0
-    assert run(["runs", "note", finished, "keep me"]) == 0
     capsys.readouterr()
     with lock_run(run_folder(cut_off)):
-        assert run(["runs", "prune", "--keep", "0", "--dry-run"]) == 0
+        assert run(["runs", "prune", "--keep", "0", "--state", "failed", "--dry-run"]) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [failed]
         assert len(_listed(capsys)) == 3
         assert run(["runs", "prune", "--keep", "0", "--yes"]) == 0
-    assert [one["run"] for one in _listed(capsys)] == [cut_off, finished]
+    assert [one["run"] for one in _listed(capsys)] == [cut_off]
     assert run(["runs", "prune", "--state", "stopped", "--yes"]) == 0
-    assert [one["run"] for one in _listed(capsys)] == [finished]
+    assert _listed(capsys) == []
 
 
 def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from evener.balancer.journal import Header
 from evener.balancer.request import Request
-from evener.balancer.store.folder import RunNote
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
 from evener.tui.view.cells import UNICODE, span_cells
@@ -42,8 +41,8 @@ def test_a_run_is_shown_whole(width: int) -> None:
 
 
 def test_runs_are_sorted_and_filtered() -> None:
-    """By what the table shows, notes and tags included."""
-    slow = replace(RUN, run="20261120-1", samples_per_second=9.0, note="before the new driver", tags=("baseline",))
+    """By what the table shows."""
+    slow = replace(RUN, run="20261120-1", samples_per_second=9.0, workload="keras_gru")
     failed = replace(RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no")
     found = (failed, RUN, slow)
 
@@ -52,11 +51,8 @@ def test_runs_are_sorted_and_filtered() -> None:
 
     assert shown(Order("run")) == [failed.run, RUN.run, slow.run]
     assert shown(Order("speed")) == [RUN.run, slow.run, failed.run]
-    assert shown(Order("run"), "DRIVER #baseline") == [slow.run]
+    assert shown(Order("run"), "GRU") == [slow.run]
     assert shown(Order("run"), "failed") == [failed.run]
-    head, *rows = [line.text for line in table_lines(run_grid(170), run_rows(found, Order("run")), 170, 9, UNICODE)[0]]
-    assert "note" in head
-    assert "#baseline before the new driver" in rows[2]
 
 
 def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
@@ -65,7 +61,6 @@ def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
         ({"state": "failed", "trouble": "RuntimeError: boom in train.py, line 3."}, "boom in train.py, line 3."),
         ({"state": "running"}, "Running, after 0 measurements; there is no plan yet."),
         ({"state": "stopped"}, "Stopped after 0 measurements; there is no plan yet."),
-        ({"note": RunNote("old driver", ("base",))}, "#base old driver"),
     ):
         rows = [row.text for row in plan_lines(replace(_run(script, None), **changed), 90, 20, UNICODE)]
         assert any(words in row for row in rows), rows

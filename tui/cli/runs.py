@@ -1,4 +1,4 @@
-"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, annotated, deleted, written and replayed."""
+"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, deleted, written and replayed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from evener.balancer.number_format import duration, rate
 from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.store import runs as store
-from evener.balancer.store.folder import TrainingRecord
 from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.errors import RequestError
+from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
 
-from ..text.formatting import align, folded, harmless_json, json_text, note_words, plain, toml_text
+from ..text.formatting import align, folded, harmless_json, json_text, plain, toml_text
 from ..text.parsing import parse_duration, parse_words
 from ..text.summaries import Progress, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
@@ -38,7 +38,7 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
 _WIDEST_TEXT = 40
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
-runs_app = typer.Typer(help="Past runs: list them; show, tag, note, delete or prune them.", invoke_without_command=True)
+runs_app = typer.Typer(help="Past runs: list them; show, delete or prune them.", invoke_without_command=True)
 app = typer.Typer()
 app.add_typer(runs_app, name="runs")
 
@@ -50,7 +50,6 @@ def list_runs(
     states: Annotated[
         str | None, typer.Option("--state", help="Only these: running,finished,stopped,failed,unreadable.")
     ] = None,
-    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
     workload: Annotated[
         str | None, typer.Option("--workload", "-w", help="Only runs whose workload's name contains this.")
     ] = None,
@@ -61,18 +60,14 @@ def list_runs(
     most: Annotated[int | None, typer.Option("--most", "-n", min=1, help="List at most this many runs.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List past runs, the newest first: their state, tags and notes, and why they failed."""
+    """List past runs, the newest first: their state, and why they failed."""
     if context.invoked_subcommand is not None:
         if context.invoked_subcommand in ("list", "show"):  # which take these options too, as in `runs --json list`
             given = {name: value for name, value in context.params.items() if value}
             context.default_map = {context.invoked_subcommand: given}
         return
     found, among = store.list_runs(), _parse_states(states) or get_args(State)
-    listed = [
-        one
-        for one in found
-        if one.state in among and (tag is None or tag in one.tags) and (workload is None or workload in one.workload)
-    ]
+    listed = [one for one in found if one.state in among and (workload is None or workload in one.workload)]
     listed = sorted(listed, key=_KEYS.get(order or "", lambda _: 0))[:most]
     if as_json:
         print(json_text({"runs": listed}))
@@ -94,8 +89,8 @@ def _parse_states(text: str | None) -> list[State] | None:
 
 def _print_table(listed: Sequence[RunSummary]) -> None:
     rows = [("run", "state", "workload", "devices", "ratios", "probes", "time", "samples/s"), *map(_row, listed)]
-    about = [_about(one) for one in listed]
-    lines = zip(align(rows, numbers_from=5), ["notes" if any(about) else "", *about], strict=True)
+    about = [plain(one.trouble, 1000) for one in listed]
+    lines = zip(align(rows, numbers_from=5), ["trouble" if any(about) else "", *about], strict=True)
     width = terminal_columns()
     for line, text in lines:
         if not text or width is None or len(line) + 2 + len(text) <= width:
@@ -114,12 +109,6 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
     return (summary.run, summary.state, workload, devices, ratios or "-", probes, seconds, figure)
 
 
-def _about(summary: RunSummary) -> str:
-    """Tags, note, and why it failed."""
-    words = (" ".join(f"#{tag}" for tag in summary.tags), summary.note, summary.trouble)
-    return plain("; ".join(word for word in words if word), 1000)
-
-
 @runs_app.command("show")
 def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
     """Show a run: its state, measurements and plan; or a training: its speed, shares and restarts."""
@@ -135,8 +124,6 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
     print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
-    about = (" ".join(f"#{tag}" for tag in run.note.tags), run.note.note)
-    print("".join(f"{plain(line, 1000)}\n" for line in about if line), end="")
     for seen in run.observations:
         print(f"  {observation_words(seen, labels)}")
     width = terminal_columns()
@@ -161,38 +148,12 @@ def _as_json(run: StoredRun) -> dict[str, Any]:
         **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
         "state": run.state,
         "trouble": run.trouble,
-        "note": run.note.note,
-        "tags": run.note.tags,
         "observations": run.observations,
         "plan": run.plan,
         "verdict": run.verdict,
         "interrupted": run.interrupted,
         "findings": {**msgspec.to_builtins(run.findings), "faults": run.faults},
     }
-
-
-@runs_app.command("note")
-def note_run(
-    run_id: RunName, text: Annotated[str, typer.Argument(metavar="TEXT", help='The note; "" removes it.')]
-) -> None:
-    """Write a note on a run; prune keeps it."""
-    _annotate(run_id, note=text)
-
-
-@runs_app.command("tag")
-def tag_run(
-    run_id: RunName,
-    tags: Annotated[list[str], typer.Argument(metavar="TAG...", help="One or more words.")],
-    remove: Annotated[bool, typer.Option("--remove", "-r", help="Remove these tags instead.")] = False,
-) -> None:
-    """Tag a run, to find it by `runs --tag`; prune keeps it."""
-    _annotate(run_id, **{"remove_tags" if remove else "add_tags": tags})
-
-
-def _annotate(name: str, **changes: Any) -> None:
-    found = store.annotate_run(name, **changes)
-    words = note_words(found.note, found.tags) or "no tags, no note"
-    print(f"evener: {store.find_any(name)}: {plain(words, 1200)}", file=sys.stderr)
 
 
 @runs_app.command("delete")
@@ -216,14 +177,14 @@ def prune_runs(
     only_print: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
     yes: YesOption = False,
 ) -> None:
-    """Delete runs that meet all conditions given, after asking; never one that is running, tagged or has a note."""
+    """Delete runs that meet all conditions given, after asking; never one that is running."""
     if older is None and keep is None and states is None:
         raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
     seconds = None if older is None else parse_duration(older, "--older-than")
     chosen = _parse_states(states) or ()
     found = store.choose_prunable(store.list_runs(), older_seconds=seconds, keep=keep, states=chosen)
     if not found:
-        print("evener: no run matches; those with a note or a tag are kept", file=sys.stderr)
+        print("evener: no run matches", file=sys.stderr)
     elif only_print:
         _print_table(found)
     else:

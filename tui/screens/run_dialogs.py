@@ -1,4 +1,4 @@
-"""Dialogs for one run: its plan and report are written to files; it is continued, annotated, and its errors shown."""
+"""Dialogs for one run: its plan and report are written to files; it is continued, and its errors shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
-from evener.balancer.store.folder import RunNote
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
@@ -26,7 +25,6 @@ from evener.system.files import error_file
 
 from ..runtime.base_app import UsesApp
 from ..runtime.sessions import read_run
-from ..text.formatting import note_words
 from ..text.parsing import parse_duration
 from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm
@@ -54,23 +52,6 @@ class ContinueDialog(FieldDialog):
         more = parse_duration(text, "The time")
         kept = [Seen(entry.seen, entry.at_seconds) for entry in read_run(header.run).seen]
         self.evener.start_session(header.request, header.devices, kept, resume=header.run, extend_seconds=more)
-        return True
-
-
-class NoteDialog(FieldDialog):
-    """Asks for a note; words with # are tags."""
-
-    def __init__(self, name: str, note: RunNote) -> None:
-        hint = "A note on the run; words that begin with # are tags. The filter finds both."
-        super().__init__("Note", Input(note_words(note.note, note.tags), id="line", compact=True), hint)
-        self._run, self._before = name, note
-
-    async def take(self, text: str) -> bool:
-        """Write it beside the run's journal."""
-        words = text.split()
-        tags = {word[1:] for word in words if word.startswith("#") and len(word) > 1}
-        note = " ".join(word for word in words if not word.startswith("#"))
-        runs.annotate_run(self._run, note, tags, set(self._before.tags) - tags)
         return True
 
 

@@ -28,7 +28,7 @@ from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
 from .base import PanelScreen, SortedScreen
 from .dialogs import confirm
-from .run_dialogs import NoteDialog, RunActions, errors_file, plan_dialog
+from .run_dialogs import RunActions, errors_file, plan_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
@@ -63,7 +63,7 @@ class RunsScreen(RunActions, SortedScreen):
     """Reads the journals when it is opened, and on F5."""
 
     NAME = "runs"
-    FILTERED = "id, devices, workload, state, note or tags"
+    FILTERED = "id, devices, workload or state"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "go_on", "Continue"),
         Binding("r", "replay", "Replay"),
@@ -71,7 +71,6 @@ class RunsScreen(RunActions, SortedScreen):
         Binding("w", "report", "Report"),
         Binding("d,delete", "delete", "Delete"),
         Binding("t", "traceback", "Traceback"),
-        Binding("n", "note", "Note", show=False),
         Binding("f5", "reload", "Reload", show=False),
     ]
 
@@ -159,7 +158,7 @@ class RunsScreen(RunActions, SortedScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        if action not in ("go_on", "replay", "export", "report", "note", "delete", "traceback"):
+        if action not in ("go_on", "replay", "export", "report", "delete", "traceback"):
             return True
         chosen = next((panel.chosen for panel in self.query(RunPanel)), None)
         if chosen is not None and chosen.kind == "training" and action != "delete":
@@ -174,12 +173,6 @@ class RunsScreen(RunActions, SortedScreen):
             "delete": state != "running",
             "traceback": errors_file(chosen.run) is not None,
         }.get(action, state != "unreadable")
-
-    def action_note(self) -> None:
-        """Write a note and tags on the run under the cursor."""
-        with self.evener.saying_faults():
-            found = runs.load_run(self.chosen_run)
-            self.app.push_screen(NoteDialog(found.header.run, found.note), lambda _: self.action_reload())
 
     def action_export(self) -> None:
         """Write the plan of the run under the cursor."""

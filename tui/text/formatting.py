@@ -6,7 +6,7 @@ import json
 import re
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -16,11 +16,6 @@ from evener.plan.file import as_unicode
 
 NO_BREAK = "\u00a0"
 _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
-
-
-def note_words(note: str, tags: Iterable[str]) -> str:
-    """A run's tags and note on one line."""
-    return " ".join((*(f"#{tag}" for tag in tags), note)).strip()
 
 
 def unbroken(text: str) -> str:

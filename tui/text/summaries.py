@@ -10,11 +10,18 @@ from evener.balancer.number_format import count_words, duration, half_width, per
 from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, SessionState, advance, plan_rate, plan_rivals, seconds_left
-from evener.balancer.store.folder import TrainingRecord
 from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Said, Timed
 from evener.devices.registry import is_simulated
 from evener.learning.noise_scale import describe
-from evener.live.journal import ChangeEntry, EndEntry, NoiseEntry, RetreatEntry, SpeedEntry, StartEntry
+from evener.live.journal import (
+    ChangeEntry,
+    EndEntry,
+    NoiseEntry,
+    RetreatEntry,
+    SpeedEntry,
+    StartEntry,
+    TrainingRecord,
+)
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
 
 from .formatting import Table, align, energy_cells, folded, plain

@@ -41,7 +41,6 @@ _KEYS = {
     "Runs": (
         ("Space", "compare this run with the one under the cursor"),
         ("r Enter", "replay its journal"),
-        ("n", "write a note and #tags"),
         ("d Delete", "delete, after asking"),
         ("F5", "reload"),
     ),

@@ -11,7 +11,7 @@ from evener.balancer.number_format import duration, rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
 
-from ..text.formatting import note_words, plain
+from ..text.formatting import plain
 from .balance_lines import rival_lines, share_lines, warning_lines
 from .cells import Line, Marks, Span, Tone, cells, cut, line, text_lines
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
@@ -60,13 +60,9 @@ def _ratios(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
     return (Span(cut(text, width, marks.ellipsis)),)
 
 
-def _note(row: RunSummary) -> str:
-    return note_words(row.note, row.tags)
-
-
 def run_words(summary: RunSummary) -> str:
     """The words of a run that a filter looks at."""
-    return " ".join((summary.run, *summary.devices, summary.workload, summary.state, _note(summary)))
+    return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
 
 RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
@@ -85,7 +81,6 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     Column("probes", ("probes", "n"), 3, text_cell(lambda row: str(row.probes)), value=lambda row: row.probes),
     Column("speed", ("samples/s", "smp/s"), 7, _speed, value=lambda row: row.samples_per_second or 0),
     Column("ratios", ("ratios",), 9, _ratios, "left"),
-    Column("note", ("note",), 12, text_cell(_note), "left", _note),
 )
 _STEPS = (
     ("ratios", 13),
@@ -96,7 +91,7 @@ _STEPS = (
     ("workload", 16),
     ("workload", 24),
 )
-_WIDE = 110  # columns, from which notes and dates have their own column; a run's id begins with its date
+_WIDE = 110  # columns, from which dates have their own column; a run's id begins with its date
 
 
 def run_rows(found: Sequence[RunSummary], order: Order, words: str = "") -> tuple[RunSummary, ...]:
@@ -111,8 +106,8 @@ def has_failed(summary: RunSummary) -> bool:
 
 def run_grid(width: int) -> Grid[RunSummary]:
     """The list in `width` cells."""
-    columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key not in ("created", "note"))
-    return Grid(columns, _STEPS, {"note": 40, "devices": 40, "ratios": 40, "workload": 60})
+    columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key != "created")
+    return Grid(columns, _STEPS, {"devices": 40, "ratios": 40, "workload": 60})
 
 
 def _end_state(run: StoredRun) -> SessionState:
@@ -140,8 +135,7 @@ def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[L
     title = line(
         Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
     )
-    note = note_words(run.note.note, run.note.tags)
-    head = (title, *text_lines(note, width, 3, "accent")) if note else (title,)
+    head: tuple[Line, ...] = (title,)
     if run.state != "finished":
         head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
     if run.plan is None:
