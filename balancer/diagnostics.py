@@ -46,7 +46,6 @@ _INSTALL = {
 EXTRAS = {  # what each adds, and the modules that it brings
     "app": ("the full-screen app", ("textual", "textual_plotext")),
     "web": ("the app in a browser", ("textual_serve",)),
-    "plot": ("evener report", ("matplotlib",)),
     "metrics": ("monitor --metrics", ("prometheus_client",)),
     "huggingface": ("transformers' trainers", ("transformers", "accelerate")),
     "lightning": ("Lightning's Trainer", ("lightning",)),

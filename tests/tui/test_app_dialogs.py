@@ -36,7 +36,7 @@ def _says(app: Any, reason: str) -> bool:
 UNWRITABLE = {
     NOBODY: "can't be written: No such file or directory. Name a file in a folder that you may write to.",
     f"{'x' * 300}.toml": "can't be written: File name too long. Name a file in a folder that you may write to.",
-    ".": "ends neither in .toml nor in .json. The ending chooses the format.",
+    ".": "doesn't end in .toml or .json. The ending chooses the format.",
     "/proc/self/no/such/place/anywhere/on/this/machine/plan.json": "Name a file in a folder that you may write to.",
 }
 

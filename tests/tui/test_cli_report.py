@@ -1,4 +1,4 @@
-"""`evener report`: one page that needs nothing else, or one picture; the same run gives the same file."""
+"""`evener report`: one page that needs nothing else; the same run gives the same file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from evener.balancer.number_format import rate
 from evener.tui.cli.main import run
 from evener.tui.text.summaries import layout_words, outcome_words
-
-pytest.importorskip("matplotlib")
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -73,7 +70,7 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
     assert len(page.names) == len(set(page.names)), "no picture's name stands for another's"
     for wanted in (
         "Throughput of each device alone",
-        "Shares of the plan",
+        "The plan: split",
         "Ranking",
         "Timeline of probes",
         "even split",
@@ -81,19 +78,9 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
         assert wanted in page.text
 
 
-def test_the_page_follows_the_readers_dark_or_light(a_run: str) -> None:
-    """Ink and lines of the pictures are the page's own colours, which change with the scheme."""
-    run(["report", a_run, "-o", "report.html"])
-    text = Path("report.html").read_text()
-    assert "prefers-color-scheme: dark" in text
-    assert "color-scheme: light dark" in text
-    assert text.count("currentColor") > 20
-    assert not re.search("#010203|#040506", text)
-
-
 def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only where a device did run out of memory."""
-    from evener.tui.report.figures import read_report
+    from evener.tui.text.page import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -106,7 +93,7 @@ def test_the_memory_wall_is_in_the_first_picture(a_run: str, capsys: pytest.Capt
 
 def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
     """For those who can't see it: each curve's points, each probe, each layout; headings are marked as such."""
-    from evener.tui.report.figures import read_report
+    from evener.tui.text.page import read_report
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
@@ -122,34 +109,6 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
         layout, result = layout_words(entry.seen.probe.layout, labels), outcome_words(entry.seen, labels)
         assert any(f"||{layout}||{result}||" in row for row in rows)
     assert text.count("<th scope=col") == text.count("<th") > 15
-    assert text.count("a table of its figures is") == 4
-
-
-def test_a_legend_lies_in_its_own_picture(a_run: str) -> None:
-    """On the sheet, one above its picture is under the title of another."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    from evener.tui.report.figures import PICTURES, figure_module, read_report
-
-    for title, draw in PICTURES:
-        figure = figure_module().Figure(figsize=(6.5, 4))
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        draw(read_report(a_run), axes)
-        figure.canvas.draw()
-        legend, frame = axes.get_legend(), axes.get_window_extent()
-        if legend is not None:
-            box = legend.get_window_extent()
-            assert frame.y0 <= box.y0 < box.y1 <= frame.y1, title
-
-
-def test_the_ending_chooses_the_picture_format(a_run: str) -> None:
-    assert run(["report", "last", "-o", "report.png"]) == 0
-    assert Path("report.png").read_bytes().startswith(b"\x89PNG")
-    assert run(["report", "last", "-o", "report.svg"]) == 0
-    root = ElementTree.parse("report.svg").getroot()
-    assert root.tag.endswith("svg")
-    assert "prefers-color-scheme:dark" in Path("report.svg").read_text()
 
 
 def test_the_same_run_gives_the_same_file(a_run: str) -> None:
@@ -186,7 +145,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(capsys: pytest.CaptureF
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
     """As the plan's table; the plan has one name, and no other split is the best."""
-    from evener.tui.report.figures import read_report, write_layout
+    from evener.tui.text.page import read_report, write_layout
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
     assert run(["report", "last", "-o", "report.html"]) == 0

@@ -12,7 +12,6 @@ import pytest
 from evener.tui.cli.main import run
 from tests.support.chromium import BROWSER, Chromium
 
-pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the path")
 LEAST_CONTRAST = 4.5  # WCAG 2.1, 1.4.3, level AA, for text
 LEAST_GRAPHIC = 3.0  # 1.4.11, for what a picture is read by
@@ -24,7 +23,7 @@ SCRIPT = """(() => {
   const ground = node => { for (; node; node = node.parentElement) {
     const colour = getComputedStyle(node).backgroundColor; const all = parts(colour);
     if (all.length < 4 || all[3] > 0) return colour; } return 'rgb(255, 255, 255)'; };
-  const texts = [...document.querySelectorAll('h1, h2, p, td, th, svg text, svg g[id*=text_] use')];
+  const texts = [...document.querySelectorAll('h1, h2, p, td, th, svg text')];
   const ink = node => node.closest('svg') ? getComputedStyle(node).fill : getComputedStyle(node).color;
   const worst = texts.map(node => [contrast(ink(node), ground(node)), node.textContent.trim() || node.tagName]);
   const drawn = [...document.querySelectorAll('svg path, svg use')].filter(node => !node.closest('defs, clipPath'));
@@ -90,10 +89,10 @@ def test_the_page_reads_well_and_asks_for_nothing(browser: Chromium, page: Path,
 
 def test_every_picture_and_table_is_there(browser: Chromium, page: Path) -> None:
     seen = _open(browser, page, "light", 1100)
-    titles = ("The plan", "Throughput of each device alone", "Shares of the plan", "Ranking", "Timeline of probes")
+    titles = ("The plan", "Throughput of each device alone", "Ranking", "Timeline of probes")
     for title in (*titles, "How it was measured"):
         assert [heading for heading in seen["headings"] if heading.startswith(title)], title
-    assert len(seen["figures"]) == 4
+    assert len(seen["figures"]) == 1
     assert min(seen["figures"]) > 80
     assert len(seen["rows"]) == 5
     assert min(seen["rows"]) >= 2

@@ -239,11 +239,11 @@ def export(
 @app.command()
 def report(
     run_id: RunName,
-    output: Annotated[Path, typer.Option("-o", "--output", help="An .html, .png or .svg file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="An .html file.")],
     force: ForceOption = False,
 ) -> None:
-    """Write a report of a run: a page with pictures (.html), or one picture (.png, .svg)."""
-    from ..report.page import save_report
+    """Write a report of a run: one HTML page that needs nothing else."""
+    from ..text.page import save_report
 
     check_new(output, force)
     save_report(run_id, output)

@@ -134,8 +134,7 @@ class SaveDialog(FieldDialog):
 
     def _check(self, path: Path) -> None:
         if path.suffix not in self._endings:
-            known = " nor in ".join(self._endings)
-            raise RequestError(f"{path} ends neither in {known}.", "The ending chooses the format.")
+            raise RequestError(f"{path} doesn't end in {' or '.join(self._endings)}.", "The ending chooses the format.")
         if os.path.isdir(path):
             raise RequestError(f"{path} is a folder.", "Name a file in it.")
 
@@ -166,6 +165,6 @@ def plan_dialog(plan: Plan) -> SaveDialog:
 
 def report_dialog(run: str) -> SaveDialog:
     """Writes the report of a run."""
-    from ..report.page import REPORT_FORMATS, save_report
+    from ..text.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))
