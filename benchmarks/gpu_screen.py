@@ -44,7 +44,7 @@ async def draw_trainings(devices: str, seconds: float) -> str:
     from evener.devices.sampler import open_sampler
     from evener.tui.app import EvenerApp
 
-    publisher, trainable = open_sampler(devices, None)
+    publisher, trainable = open_sampler(devices)
     publisher.start()
     app = EvenerApp(publisher, devices=devices, trainable=trainable)
     async with app.run_test(size=(140, 30)) as pilot:

@@ -69,7 +69,6 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
     user: str = ""
     command: str = ""
-    parent_pid: int = 0
     cpu_percent: float | None = None  # since the reading before, 100 for one core; None at first, or where denied
     memory_bytes: int | None = None  # resident in the machine's memory
 
@@ -114,7 +113,7 @@ class ProcessTable:
 def _look_up(process: psutil.Process) -> ProcessReading:
     found = process.as_dict(["cmdline", "name", "username"], ad_value="")
     command, user = clean_text(" ".join(found["cmdline"] or ()) or found["name"]), clean_text(found["username"])
-    return ProcessReading(process.pid, process.create_time(), user, command, process.ppid())
+    return ProcessReading(process.pid, process.create_time(), user, command)
 
 
 def clean_text(text: str) -> str:
@@ -140,18 +139,6 @@ def send_signal(row: ProcessSample, name: str) -> None:
         raise RequestError(f"You may not signal process {row.pid}.", "Nothing was sent.") from None
     except (OSError, psutil.NoSuchProcess):
         raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
-
-
-def read_environment(row: ProcessSample) -> dict[str, str]:
-    """The variables that a process started with; RequestError if it ended, or belongs to another user."""
-    _check_here(row)
-    try:
-        _check_same(row)
-        return dict(psutil.Process(row.pid).environ())
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        raise RequestError(f"Process {row.pid} has ended.", "Choose one that runs.") from None
-    except (psutil.AccessDenied, OSError):
-        raise RequestError(f"You may not read the environment of process {row.pid}.", "Ask its user.") from None
 
 
 def _check_here(row: ProcessSample) -> None:

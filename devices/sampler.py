@@ -10,14 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from .backend import visible_devices
 from .discover import discover, open_source
-from .recording import Recording
 from .registry import find_backend
 from .simulated import SimulatedSource
 from .types import Device, DeviceSample, ProcessSample, Reading, Snapshot, Source, State
@@ -54,12 +52,6 @@ class Sampler:
             threading.Thread(target=self._poll, name="evener-sampler", daemon=True),
             threading.Thread(target=self._watch, name="evener-sampler-watch", daemon=True),
         )
-
-    @property
-    def state(self) -> str:
-        """The place in a recording; empty for live readings."""
-        source = self.source
-        return f"replay {source.position + 1}/{len(source)}" if isinstance(source, Recording) else ""
 
     def set_loads(self, loads: Mapping[str, tuple[float, int]]) -> None:
         """Samples/s and share of the probes that run now, by device id.
@@ -188,14 +180,8 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
     return msgspec.structs.replace(sample, **changed)
 
 
-def open_sampler(devices: str, replay: Path | None, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """The sampler for `--devices` or a recording, and the devices that a search may use.
-
-    RequestError and DeviceError say what is wrong with either one.
-    """
-    if replay is not None:
-        recorded = Recording(replay)
-        return Sampler(recorded, max(0.1, recorded.interval_seconds)), recorded.devices()
+def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
+    """The sampler for `--devices`, and the devices that a search may use; RequestError or DeviceError."""
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)
 

@@ -5,7 +5,6 @@ Samples/s come from the trainings' own reports, assigned to this machine's devic
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -53,7 +52,7 @@ class SnapshotBuilder:
     ) -> Snapshot:
         """The tick's snapshot. `seen`: the driver's processes by device id; `host`: the machine, if read already."""
         devices, processes = self.complete(samples, seen or {})
-        parents = self._parents(processes)
+        self._book.forget_others(each.pid for each in processes)
         return Snapshot(
             at_seconds=time.time(),
             interval_seconds=self.interval_seconds,
@@ -63,7 +62,6 @@ class SnapshotBuilder:
             sampling_seconds=self.clock() - self._started,
             driver=driver,
             notes=notes,
-            parents=parents,
             reports=self._rates.reports,
         )
 
@@ -83,27 +81,6 @@ class SnapshotBuilder:
             rows.append(msgspec.structs.replace(row, tokens_per_second=tokens, padding_percent=padding))
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
-    def _parents(self, processes: Sequence[ProcessSample]) -> tuple[ProcessSample, ...]:
-        """The processes that started these and are on no device, up to their shells; evener itself is one of them."""
-        pids = {each.pid for each in processes}
-        found: dict[int, ProcessSample] = {}
-        waiting = [each.parent_pid for each in processes]
-        while waiting:
-            pid = waiting.pop()
-            if pid not in pids and pid not in found and not _leads_session(pid):
-                found[pid] = _row(None, OnDevice(pid), self._book.look(pid), None)
-                waiting.append(found[pid].parent_pid)
-        self._book.forget_others((*pids, *found))
-        return tuple(found.values())
-
-
-def _leads_session(pid: int) -> bool:
-    """True for a shell or a daemon, above which nothing belongs to a training; evener itself is neither."""
-    try:
-        return pid <= 1 or (os.getsid(pid) == pid and pid != os.getpid())
-    except OSError:
-        return True
-
 
 def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
     """The processes on one device: seen by its driver, or known only by their own reports."""
@@ -112,25 +89,22 @@ def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice
     return [*seen, *reported]
 
 
-def _row(
-    device: Device | None, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None
-) -> ProcessSample:
+def _row(device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None) -> ProcessSample:
     unknown = Reading(State.STALE) if look.start_time else UNSUPPORTED
     memory_bytes = seen.memory_bytes
-    if device is not None and device.on_cpu and look.memory_bytes is not None:
+    if device.on_cpu and look.memory_bytes is not None:
         memory_bytes = value(look.memory_bytes)
     return ProcessSample(
         pid=seen.pid,
         start_time=look.start_time,
         user=look.user,
-        device_id=device.id if device else "",
-        device_label=device.label if device else "",
+        device_id=device.id,
+        device_label=device.label,
         memory_bytes=memory_bytes,
         sm_percent=seen.sm_percent,
         cpu_percent=unknown if look.cpu_percent is None else value(look.cpu_percent),
         command=look.command,
         samples_per_second=rate_reading([rate] if rate else []),
-        parent_pid=look.parent_pid,
     )
 
 

@@ -173,7 +173,6 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: Reading = UNSUPPORTED
     tokens_per_second: Reading = UNSUPPORTED  # without padding; of trainings whose rows have lengths
     padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
-    parent_pid: int = 0  # who started it; 0: unknown
     host: str = ""  # in a Ray cluster; empty: this machine
 
 
@@ -199,7 +198,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seconds: float  # that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
-    parents: tuple[ProcessSample, ...] = ()  # on no device: what started the processes, up to the shell
     reports: tuple[Training, ...] = ()  # of this user's training processes, with the ids of these devices
 
 

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.devices.sampler import open_sampler
@@ -42,18 +41,17 @@ def run_app(
     devices: str,
     *,
     theme: str | None = None,
-    replay: Path | None = None,
     ray_address: str = "",
     serving: Callable[[Callable[[], Snapshot | None]], AbstractContextManager[object]] | None = None,
     **options: Any,
 ) -> int:
     """Run the app on this terminal and return the exit code; `options` are the app's own.
 
-    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, replay file,
-    address, no app) are raised before the terminal is touched.
+    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices, address,
+    no app) are raised before the terminal is touched.
     """
     prepare_app()
-    publisher, trainable = open_sampler(devices, replay, ray_address)
+    publisher, trainable = open_sampler(devices, ray_address)
     publisher.start()
     from .app import EvenerApp
 

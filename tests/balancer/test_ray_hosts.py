@@ -176,7 +176,7 @@ def test_the_monitor_reads_every_host(cluster: Any, capsys: pytest.CaptureFixtur
     assert all(each["utilization_percent"]["state"] == "value" for each in snapshot["devices"])
     assert run(["monitor", "--devices", f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu", "--once"]) == 0
     assert f"{SECOND} " in capsys.readouterr().out
-    publisher, trainable = open_sampler("ray/cpu/1", None)
+    publisher, trainable = open_sampler("ray/cpu/1")
     assert [device.label for device in trainable] == [f"{FIRST}/CPU:0", f"{SECOND}/CPU:0"]
     source = publisher.source
     try:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evener.tui.cli.main import run
 from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
-EXAMPLES = {"machine": 20, "journal": 30, "recording": 30}  # more by benchmarks.fuzz, for as long as asked
+EXAMPLES = {"machine": 20, "journal": 30, "snapshot": 30}  # more by benchmarks.fuzz, for as long as asked
 LONGEST_SECONDS = 5.0  # of CPU, for one text
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -24,9 +25,9 @@ from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.devices.discover import discover, open_source
-from evener.devices.recording import Recorder, Recording
 from evener.devices.simulated import parse_machine
 from evener.devices.terms import parse_limit, write_limit
+from evener.devices.types import Snapshot
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
@@ -163,15 +164,11 @@ def fuzz_reply(data: bytes) -> None:
             assert "\n" not in error_failure(0, said).detail
 
 
-def fuzz_recording(data: bytes) -> None:
-    """A recording that can be read can be drawn."""
-    with _file(data) as path:
-        source = Recording(path)
-        try:
-            for _ in range(min(5, len(source) + 1)):
-                _show(*snapshot_text(source.sample(), 100, UNICODE, colour=False).splitlines())
-        finally:
-            source.close()
+def fuzz_snapshot(data: bytes) -> None:
+    """Whatever a driver and processes say is drawn plain."""
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        snapshot = msgspec.json.decode(data, type=Snapshot)
+        _show(*snapshot_text(snapshot, 100, UNICODE, colour=False).splitlines())
 
 
 def fuzz_devices(data: bytes) -> None:
@@ -213,7 +210,7 @@ TARGETS: dict[str, Target] = {
     "journal": fuzz_journal,
     "live": fuzz_live,
     "reply": fuzz_reply,
-    "recording": fuzz_recording,
+    "snapshot": fuzz_snapshot,
     "devices": fuzz_devices,
     "limit": fuzz_limit,
     "settings": fuzz_settings,
@@ -249,7 +246,7 @@ def seeds(name: str) -> tuple[bytes, ...]:
             b'"devices":[{"id":"GPU-1","index":0,"batch":8,"samples_per_second":5.5}]}',
         ),
         "reply": (b"".join(protocol.encode_line(reply) for reply in REPLY),),
-        "recording": (_recorded(),),
+        "snapshot": (_sampled(),),
         "devices": (b"auto", b"cpu/2:0,1@60%+8GiB", b"sim:gtx1080ti,gtx1080@50%", b"gpu:GPU-12", b"cpu@1GiB,cpu:1"),
         "limit": (b"60%+8GiB", b".5%", b"1.25TB"),
         "settings": (b'base_ms=4\nnoise=0.5\nfail="raise"', b"parameters=[1,2]\nat_step=1e3"),
@@ -271,13 +268,9 @@ def _measured() -> tuple[tuple[bytes, ...], Plan]:
         return tuple(path.read_bytes() for path in journals), plans[0]
 
 
-def _recorded() -> bytes:
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(open_source(discover("cpu"))) as source:
-        path = Path(folder) / "recording"
-        with Recorder(path, "host") as recorder:
-            for _ in range(2):
-                recorder.write(source.sample())
-        return path.read_bytes()
+def _sampled() -> bytes:
+    with contextlib.closing(open_source(discover("cpu"))) as source:
+        return msgspec.json.encode(source.sample())
 
 
 @contextlib.contextmanager

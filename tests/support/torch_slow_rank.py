@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from evener.devices.discover import discover, open_source
 from evener.live import reporter as live
 from evener.torch_split import Split
-from evener.tui.cli.monitor import monitor
+from evener.tui.text.formatting import json_text
+from evener.tui.view.plain import snapshot_document
 from tests.support import torch_rebalance_programs
 from tests.support.torch_program_parts import data
 from tests.support.torch_rebalance_programs import SlowBackward
 
 
 def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
-    """Train; after the last step rank 0 leaves what the monitor says as JSON, and what it records."""
+    """Train; after the last step rank 0 leaves what the monitor says as JSON, and the snapshot."""
     torch.set_num_threads(1)
     torch_rebalance_programs.SLEEP_SECONDS = sleep_seconds
     live.INTERVAL_SECONDS, live.COST_LIMIT = 0.0, 1.0
@@ -32,9 +34,8 @@ def watched(folder: Path, rank: int, sleep_seconds: float) -> None:
     dist.barrier()  # the other rank has written its last report
     said = {}
     if rank == 0:
-        path = folder / "recording.jsonl"
-        with redirect_stdout(io.StringIO()) as printed:
-            monitor("cpu/2", once=True, as_json=True, record=path)
-        said = {"json": printed.getvalue(), "recording": path.read_text()}
+        with closing(open_source(discover("cpu/2"))) as source:
+            snapshot = source.sample()
+        said = {"json": json_text(snapshot_document(snapshot)), "snapshot": msgspec.json.encode(snapshot)}
     dist.barrier()
     torch.save(said, folder / f"{rank}.pt")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from textual.pilot import Pilot
 
-from evener.devices.recording import Recorder, Recording
+from evener.devices.types import Snapshot
 from evener.live.files import Training
-from evener.tui.cli.monitor import monitor
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.trainings import TrainingPanel
+from evener.tui.text.formatting import json_text
+from evener.tui.view.cells import UNICODE
+from evener.tui.view.plain import snapshot_document, snapshot_text
 from tests.support.pilots import text, until
 from tests.support.trainings import AT_SECONDS, make_ranks
 
@@ -86,23 +85,16 @@ async def test_a_paused_picture_stays_and_details_follow(app_of: Any, script: An
         await until(pilot, lambda: "300 ms" in text(app, "#ranks"), "the newest")
 
 
-def test_a_recording_keeps_trainings_for_the_app_text_and_json(tmp_path: Path, script: Any) -> None:
-    path = tmp_path / "a.jsonl"
-    with Recorder(path) as recorder:
-        recorder.write(script.snapshot(at_seconds=AT_SECONDS, reports=make_ranks()))
-    printed = []
-    for as_json in (False, True):
-        with redirect_stdout(io.StringIO()) as out:
-            monitor(once=True, as_json=as_json, replay=path)
-        printed.append(out.getvalue())
-    assert "GPU:1 takes 158 ms for its share" in printed[0]
-    (training,) = json.loads(printed[1])["trainings"]
+def test_text_and_json_have_the_trainings(script: Any) -> None:
+    snapshot = script.snapshot(at_seconds=AT_SECONDS, reports=make_ranks())
+    assert "GPU:1 takes 158 ms for its share" in snapshot_text(snapshot, 132, UNICODE, colour=False)
+    (training,) = json.loads(json_text(snapshot_document(snapshot)))["trainings"]
     assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
 
 
 @pytest.mark.slow
 async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
-    app_of: Any, trainer_ranks: Callable[..., list[Any]], tmp_path: Path
+    app_of: Any, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
     """Two ranks of real PyTorch: the one works for 150 ms longer, the other waits as long."""
     said, _ = trainer_ranks("tests.support.torch_slow_rank.watched", 0.15, world=2)
@@ -113,10 +105,7 @@ async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
     assert quick["waiting_s"] > 0.075 > slow["waiting_s"]
     assert slow["own_work_s"] + slow["waiting_s"] == pytest.approx(quick["own_work_s"] + quick["waiting_s"], rel=0.2)
     assert training["causes"][0]["kind"] == "waiting"
-    (tmp_path / "a.jsonl").write_text(said["recording"])
-    recording = Recording(tmp_path / "a.jsonl")
-    app = app_of(recording.sample())
-    recording.close()
+    app = app_of(msgspec.json.decode(said["snapshot"], type=Snapshot))
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: app.snapshot is not None, "the snapshot")
         await pilot.press("4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any
 
@@ -50,29 +49,6 @@ def test_the_same_column_again_reverses_the_order() -> None:
     first = chosen_order(PROCESS_COLUMNS, "time", Order("memory"))
     assert (first.descending, chosen_order(PROCESS_COLUMNS, "time", first).descending) == (True, False)
     assert not chosen_order(PROCESS_COLUMNS, "user", first).descending
-
-
-def test_a_tree_has_each_process_below_what_started_it(script: Any) -> None:
-    """Also what is on no device; nothing is lost, whoever claims to be whose parent."""
-    launcher = script.process(10, device_id="", device_label="", command="torchrun")
-    ranks = [script.process(pid, place, parent_pid=10) for place, pid in enumerate((11, 12))]
-    odd = [script.process(20, parent_pid=21), script.process(21, parent_pid=20), script.process(13, parent_pid=12)]
-    snapshot = script.snapshot(processes=(*ranks, *odd), parents=(launcher,))
-    rows = process_rows(snapshot, Order("pid", False), tree=True)
-    assert [(row.sample.pid, row.branch) for row in rows[:4]] == [
-        (10, ""), (11, "├─ "), (12, "└─ "), (13, "   └─ "),
-    ]  # fmt: skip
-    assert {row.sample.pid for row in rows} == {10, 11, 12, 13, 20, 21}
-    assert 10 not in {row.sample.pid for row in process_rows(snapshot, Order("pid"))}
-
-
-def test_a_deep_tree_of_a_hostile_recording_is_drawn(script: Any) -> None:
-    chain = [script.process(pid, parent_pid=pid - 1) for pid in range(1, 3000)]
-    random.Random(1).shuffle(chain)
-    rows = process_rows(script.snapshot(processes=tuple(chain)), Order(), tree=True)
-    assert len(rows) == 2999
-    lines, _ = table_lines(PROCESSES, rows[-5:], 80, 20, UNICODE)
-    assert all(span_cells(line.spans) == 80 for line in lines)
 
 
 @pytest.mark.parametrize(

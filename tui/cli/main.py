@@ -16,13 +16,7 @@ from typer.main import get_group
 
 from evener.errors import EvenerError, RequestError
 
-from .options import (
-    AsciiOption,
-    DevicesOption,
-    ReadonlyOption,
-    ReplayOption,
-    ThemeOption,
-)
+from .options import AsciiOption, DevicesOption, ReadonlyOption, ThemeOption
 from .output import OutputError, ReaderGoneError, guard_streams, report_fault, usage_fault
 
 READER_GONE_EXIT_CODE = 141  # what a shell reports for a process that a closed pipe ended
@@ -78,7 +72,6 @@ def start(
     readonly: ReadonlyOption = False,
     ascii_only: AsciiOption = False,
     theme: ThemeOption = None,
-    replay: ReplayOption = None,
     web: Annotated[bool, typer.Option("--web", help="Show the app in a browser on this machine, read-only.")] = False,
     web_control: Annotated[
         bool, typer.Option("--web-control", help="The browser may send signals, start searches and change runs, too.")
@@ -99,11 +92,11 @@ def start(
     if web or web_control or web_port:
         from .monitor import show_in_browser
 
-        look = {"--ascii": ascii_only, "--theme": theme, "--replay": replay}
+        look = {"--ascii": ascii_only, "--theme": theme}
         raise typer.Exit(show_in_browser(devices, readonly or not web_control, web_port, look))
     from .monitor import monitor
 
-    monitor(devices, readonly=readonly, ascii_only=ascii_only, theme=theme, replay=replay)
+    monitor(devices, readonly=readonly, ascii_only=ascii_only, theme=theme)
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:

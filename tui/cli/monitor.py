@@ -1,4 +1,4 @@
-"""`evener monitor`: the app, or plain text or JSON, once or every few seconds, recorded or replayed; `--web`."""
+"""`evener monitor`: the app, or plain text or JSON, once or every few seconds; `--web`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from evener.devices.recording import Recorder, Recording
 from evener.devices.registry import find_backend
 from evener.devices.types import Snapshot, Source
 from evener.errors import RequestError
 
-from ..text.formatting import json_text, plain
+from ..text.formatting import json_text
 from ..text.parsing import parse_duration
 from ..view.cells import ASCII, UNICODE, Marks
 from ..view.plain import snapshot_document, snapshot_text
-from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ReplayOption, ThemeOption
+from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
 from .output import draws_screens
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
@@ -41,8 +39,6 @@ def monitor(
         str | None, typer.Option("-i", "--interval", help="Time between readings, like 0.5 (seconds) or 2s.")
     ] = None,
     only_visible: Annotated[bool, typer.Option("--only-visible", help="Only devices in CUDA_VISIBLE_DEVICES.")] = False,
-    record: Annotated[Path | None, OUTPUT("--record", help="Write every reading to this file.")] = None,
-    replay: ReplayOption = None,
     ray_address: RayAddressOption = "",
     metrics: Annotated[
         str | None, OUTPUT("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus, like 127.0.0.1:9401.")
@@ -56,19 +52,16 @@ def monitor(
 ) -> None:
     """Show the devices: in the app on a terminal, as text or JSON elsewhere; serve metrics meanwhile."""
     serving = _metrics_server(metrics, metrics_public, once)
-    if not (once or as_json or interval or record) and draws_screens():
+    if not (once or as_json or interval) and draws_screens():
         from ..start import run_app
 
         drawn = {"readonly": readonly, "ascii": ascii_only}
-        raise typer.Exit(
-            run_app(devices, theme=theme, replay=replay, ray_address=ray_address, serving=serving, **drawn)
-        )
+        raise typer.Exit(run_app(devices, theme=theme, ray_address=ray_address, serving=serving, **drawn))
     pause = 1.0 if interval is None else _parse_interval(interval)
-    loops = not once and bool(interval or record or metrics)
+    loops = not once and bool(interval or metrics)
     newest: deque[Snapshot] = deque(maxlen=1)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, replay, ray_address)))
-        recorder = stack.enter_context(Recorder(record, os.uname().nodename)) if record is not None else None
+        source = stack.enter_context(contextlib.closing(_open(devices, only_visible, ray_address)))
         stack.enter_context(serving(lambda: newest[0] if newest else None))
         for snapshot in _snapshots(source, pause, loops=loops):
             newest.append(snapshot)
@@ -76,12 +69,6 @@ def monitor(
                 print(json_text(snapshot_document(snapshot)), flush=True)
             elif not metrics:
                 print(draw_reading(snapshot, ascii_only), end="", flush=True)
-            if recorder is not None and not recorder.write(snapshot):
-                print(
-                    f"evener: {plain(str(record))} has reached the largest size of a recording; recording ends.",
-                    file=sys.stderr,
-                )
-                break
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
@@ -107,26 +94,19 @@ def _parse_interval(text: str) -> float:
     return seconds
 
 
-def _open(devices: str, only_visible: bool, replay: Path | None, ray_address: str) -> Source:
-    if replay is not None:
-        return Recording(replay)
+def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
     from evener.devices.discover import discover, open_source
 
     return open_source(discover(devices, only_visible=only_visible, ray_address=ray_address))
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Readings: one that has settled, or one every `pause` seconds; a recording's last one, or all of them."""
-    recorded = source if isinstance(source, Recording) else None
-    if recorded is None:
-        _settle(source)
-    elif not loops:
-        yield recorded.snapshot(len(recorded) - 1)
-        return
+    """Readings: one that has settled, or one every `pause` seconds."""
+    _settle(source)
     due = time.monotonic()
     while True:
         yield source.sample()
-        if not loops or (recorded is not None and recorded.ended):
+        if not loops:
             return
         due = max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
@@ -163,8 +143,7 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
 
     from ..serve.browser import serve_browser
 
-    replay = look.get("--replay")
-    publisher, _ = open_sampler(devices, replay if isinstance(replay, Path) else None)
+    publisher, _ = open_sampler(devices)
     publisher.close()
     given = [
         word for name, value in look.items() if value for word in ([name] if value is True else [name, str(value)])

@@ -70,7 +70,6 @@ ReadonlyOption = Annotated[
 AsciiOption = Annotated[bool, typer.Option("--ascii", help="Draw with plain ASCII characters.")]
 ThemeOption = Annotated[Literal["dark", "light"] | None, typer.Option("--theme", help="Colours of the app.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or `last`.")]
-ReplayOption = Annotated[Path | None, typer.Option("--replay", help="Show a file that `monitor --record` wrote.")]
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:

@@ -58,11 +58,11 @@ class PanelScreen(UsesApp, Screen[None]):
         event.stop()
         self.call_after_refresh(self.redraw)
 
-    def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False) -> None:
+    def open_details(self, title: str, draw: Callable[[int], tuple[Line, ...]]) -> None:
         """A page of text over the screen; what dialogs need is imported when the first one opens."""
         from .dialogs import DetailsDialog
 
-        self.app.push_screen(DetailsDialog(title, draw, wide=wide))
+        self.app.push_screen(DetailsDialog(title, draw))
 
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""
@@ -94,8 +94,8 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def state(self) -> str:
-        """The screen's state: paused, or the place in a replay; empty for live readings."""
-        return "paused" if self._paused_at is not None else self.evener.publisher.state
+        """The screen's state: paused, or empty."""
+        return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
         """Follow the newest snapshot."""

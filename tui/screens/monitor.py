@@ -9,7 +9,6 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from evener.devices.processes import read_environment
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 
 from ..view.cells import Line, Span, line
@@ -17,7 +16,6 @@ from ..view.devices import HostRow, PanelRow, device_lines, group_rows, short_na
 from ..view.monitor import (
     arrange,
     device_details,
-    environment_lines,
     graph_lines,
     host_line,
     note_line,
@@ -104,28 +102,18 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
         def draw(width: int) -> tuple[Line, ...]:
             snapshot = self.evener.snapshot
-            there = (*snapshot.processes, *snapshot.parents) if snapshot is not None else ()
+            there = snapshot.processes if snapshot is not None else ()
             sample = next((each for each in there if identity(each) == key), None)
             ended = () if sample is not None else (line(Span(" This process is no longer on the device.", "warn")),)
             return (*ended, *process_details(sample or chosen.sample, started, width))
 
         self.open_details(f"Process {chosen.sample.pid}", draw)
 
-    def action_environment(self) -> None:
-        """Show the environment of the process under the cursor."""
-        chosen = self.query_one(ProcessPanel).chosen
-        if chosen is None:
-            return
-        title = f"Environment of process {chosen.sample.pid}"
-        with self.evener.saying_faults():
-            variables = read_environment(chosen.sample)
-            self.open_details(title, lambda width: environment_lines(variables, width), wide=True)
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        if action in ("signal", "environment"):
+        if action == "signal":
             panel = self.query(ProcessPanel)
-            return bool(panel) and panel.first().count > 0 and not (action == "signal" and self.evener.readonly)
+            return bool(panel) and panel.first().count > 0 and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
@@ -199,13 +187,11 @@ class GraphPanel(Lines):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """A panel with a row per process on a device; as a tree also what started them."""
+    """A panel with a row per process on a device."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("t", "tree", "Tree"),
-        Binding("e", "screen.environment", "Env"),
         Binding("K,f9", "screen.signal", "Signal"),
     ]
 
@@ -213,7 +199,6 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         super().__init__("Processes", id="processes", order=Order("memory"))
         self.snapshot: Snapshot | None = None
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
-        self.as_tree = False
 
     def identity(self, row: ProcessRow) -> Identity:
         """The process."""
@@ -231,11 +216,6 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         if self.snapshot is None:
             return
         ended = [each for each, at in self._seen.values() if at != self.snapshot.at_seconds]
-        rows = process_rows(self.snapshot, self.order, self.words, tree=self.as_tree, ended=ended)
+        rows = process_rows(self.snapshot, self.order, self.words, ended=ended)
         nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
         self.show_rows(PROCESSES, rows, len(self.snapshot.processes), nothing)
-
-    def action_tree(self) -> None:
-        """Show processes under what started them, or in one list."""
-        self.as_tree = not self.as_tree
-        self.redraw()

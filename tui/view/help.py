@@ -27,11 +27,7 @@ _KEYS = {
         ("+ -", "sample more or less often"),
         ("r F5", "redraw"),
     ),
-    "Monitor": (
-        ("t", "processes as a tree, with what started them"),
-        ("e", "environment of the process"),
-        ("K F9", "send a signal, after asking; not with --readonly"),
-    ),
+    "Monitor": (("K F9", "send a signal, after asking; not with --readonly"),),
     "Balance": (
         ("Ctrl-S", "start what the form says"),
         ("p", "pause: no new probe starts; resume"),
@@ -47,7 +43,7 @@ _KEYS = {
     "A run that has ended": (
         ("c", "continue: measure more"),
         ("e", "export the plan as TOML or JSON"),
-        ("w", "write the report as HTML, PNG or SVG"),
+        ("w", "write the report as HTML"),
         ("t", "the traceback, if something failed"),
     ),
 }

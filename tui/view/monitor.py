@@ -11,7 +11,7 @@ from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
-from .cells import Line, Marks, Span, Tone, cells, cut, line, span_cells, spread, text_lines, whole_lines
+from .cells import Line, Marks, Span, Tone, cells, cut, line, span_cells, spread, text_lines
 from .charts import (
     STATE_WORDS,
     Graph,
@@ -97,7 +97,7 @@ def status_texts(snapshot: Snapshot, clock: str, marks: Marks) -> tuple[str, ...
 
 
 def host_line(snapshot: Snapshot, width: int, marks: Marks, state: str = "") -> Line:
-    """CPU, load and memory of the machine; `state` ("paused", "replay 3/20") is on the right."""
+    """CPU, load and memory of the machine; `state` ("paused") is on the right."""
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
@@ -262,9 +262,3 @@ def _token_facts(row: ProcessSample) -> tuple[Line, ...]:
         _reading("tokens", row.tokens_per_second, lambda number: f"{rate(number)} tokens/s", "speed"),
         _reading("padding", row.padding_percent, lambda number: f"{percents(number)} of the computed tokens"),
     )
-
-
-def environment_lines(variables: Mapping[str, str], width: int) -> tuple[Line, ...]:
-    """The variables of a process by name, each whole."""
-    text = "\n".join(f"{name}={variables[name]}".replace("\n", " ") for name in sorted(variables))
-    return whole_lines(text or "This process has no environment.", width)

@@ -1,4 +1,4 @@
-"""The process table: what runs on the devices, sorted and filtered, or as a tree under what started it."""
+"""The process table: what runs on the devices, sorted and filtered."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """A row: the process, for how long it has run, the lines of the tree before its command, whether it has gone."""
+    """A row: the process, for how long it has run, whether it has gone."""
 
     sample: ProcessSample
     seconds: float | None = None
-    branch: str = ""
     ended: bool = False
 
 
@@ -56,8 +55,8 @@ def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[
 def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
     program, space, rest = plain(row.sample.command).partition(" ")
     program = f"ended: {program.rpartition('/')[2]}" if row.ended else program
-    text = cut(program.rpartition("/")[2] + space + rest, width - len(row.branch), marks.ellipsis)
-    return Span(cut(row.branch, width, ""), "dim"), Span(text, "dim" if row.ended else "text")
+    text = cut(program.rpartition("/")[2] + space + rest, width, marks.ellipsis)
+    return (Span(text, "dim" if row.ended else "text"),)
 
 
 PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
@@ -92,13 +91,10 @@ def identity(sample: ProcessSample) -> Identity:
 
 
 def process_rows(
-    snapshot: Snapshot, order: Order, words: str = "", *, tree: bool = False, ended: Sequence[ProcessSample] = ()
+    snapshot: Snapshot, order: Order, words: str = "", *, ended: Sequence[ProcessSample] = ()
 ) -> tuple[ProcessRow, ...]:
-    """The processes that match `words`, sorted; as a tree with those that started them, each above its children.
-
-    Those that have `ended` since stand among them.
-    """
-    samples = (*snapshot.processes, *(snapshot.parents if tree else ()), *ended)
+    """The processes that match `words`, sorted; those that have `ended` since stand among them."""
+    samples = (*snapshot.processes, *ended)
     kept = sorted((each for each in samples if not words or matches(process_words(each), words)), key=identity)
     rows = [
         ProcessRow(
@@ -108,8 +104,7 @@ def process_rows(
         )
         for each in kept
     ]
-    ordered = sort_rows(PROCESS_COLUMNS, rows, order)
-    return _as_tree(ordered) if tree else ordered
+    return sort_rows(PROCESS_COLUMNS, rows, order)
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
@@ -118,25 +113,6 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
     figures = {field: reading for field in fields if (reading := getattr(sample, field)).value is not None}
     old = {field: msgspec.structs.replace(reading, state=State.STALE) for field, reading in figures.items()}
     return msgspec.structs.replace(sample, **old)
-
-
-def _as_tree(rows: Sequence[ProcessRow]) -> tuple[ProcessRow, ...]:
-    """The rows with children below their parents; a process on two devices has its children below its first row."""
-    pids = {row.sample.pid for row in rows}
-    children: dict[int, list[ProcessRow]] = {}
-    for row in reversed(rows):
-        parent = row.sample.parent_pid
-        children.setdefault(parent if parent in pids else 0, []).append(row)
-    placed: list[ProcessRow] = []
-    waiting = [(row, "", "") for row in children.pop(0, [])]
-    while waiting:
-        row, branch, before = waiting.pop()
-        placed.append(row._replace(branch=branch))
-        below = children.pop(row.sample.pid, [])
-        for place, child in enumerate(below):
-            signs = ("├─ ", "│  ") if place else ("└─ ", "   ")
-            waiting.append((child, before + signs[0], before + signs[1]))
-    return (*placed, *(row for rest in children.values() for row in rest))
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> str:
