@@ -12,7 +12,7 @@ SENTENCES = {
     "outlook.steps": "{workload}{framework:framework} was {start_seconds:built} on {device}: a step took"
     " {steps:stepped}",
     "outlook.simulated": "A simulated model was {start_seconds:built} on {device}: a step took {steps:stepped}",
-    "outlook.search": "A search should take about {seconds:duration}{simulated:simulated}{budget_seconds:within}",
+    "outlook.search": "A search takes at most {budget_seconds:duration}",
     "outlook.largest_model": "AdamW in float32 trains at most {whole:millions} parameters where each device holds the"
     " model, and {sharded:millions} in shards (split.shard), by memory alone: gathered units and activations take some",
     "outlook.nothing_kept": "Nothing was kept",

@@ -112,8 +112,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "framework": lambda name: "" if name == "none" else f" ({name})",
     "built": lambda seconds: f"built in {duration(seconds)} and stepped" if seconds else "stepped",
     "stepped": lambda steps: join_words([f"{step_time(seconds)} with {batch} samples" for batch, seconds in steps]),
-    "within": lambda seconds: f", of a budget of {duration(seconds)}" if seconds is not None else "",
-    "simulated": lambda simulated: " of simulated time" if simulated else "",
     "shares": join_shares,
     "ratios": lambda ratios: ":".join(f"{ratio:.3f}" for ratio in ratios),
     "error": lambda share: "" if percent(share, 1) == percent(0.0, 1) else f" ± {percent(share, 1)}",

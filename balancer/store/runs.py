@@ -5,13 +5,11 @@ The same observations give the same search, and so the same plan.
 
 from __future__ import annotations
 
-import calendar
-import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Literal
@@ -205,30 +203,6 @@ def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
     return None, "", Said()
 
 
-def choose_prunable(
-    found: Sequence[RunSummary],
-    *,
-    older_seconds: float | None = None,
-    keep: int | None = None,
-    states: Collection[State] = (),
-    now: float | None = None,
-) -> tuple[RunSummary, ...]:
-    """The runs that meet every condition given: older, in one of the states, and not among the newest `keep`.
-
-    Never one that is running; without a condition, none. `found` is as `list_runs` has it.
-    """
-    if older_seconds is None and keep is None and not states:
-        return ()
-    latest = None if older_seconds is None else (time.time() if now is None else now) - older_seconds
-    return tuple(
-        one
-        for one in found[keep or 0 :]
-        if one.state != "running"
-        and (not states or one.state in states)
-        and (latest is None or _created_at(one) < latest)
-    )
-
-
 def delete_run(name: str) -> str:
     """Remove a run's folder and return its id; RequestError if the run is in progress or can't be removed."""
     run = find_any(name)
@@ -308,15 +282,6 @@ def _find_state(record: Record) -> tuple[State, str]:
     seen = [entry.seen for entry in record.seen]
     failures = [one.detail for one in seen if isinstance(one, Failed)]
     return ("stopped", "") if not failures or len(failures) < len(seen) else ("failed", failures[0])
-
-
-def _created_at(summary: RunSummary) -> float:
-    """Seconds since the epoch; of a run that can't be read, the time at which its folder was changed last."""
-    with suppress(ValueError):
-        return calendar.timegm(time.strptime(summary.created, CREATED))
-    with suppress(OSError):
-        return run_folder(summary.run).stat().st_mtime
-    return math.inf
 
 
 NOTHING = Facts()  # is known yet

@@ -120,12 +120,12 @@ def test_an_option_that_is_not_there_is_found() -> None:
     """Of a command, of a command below one, and of the app itself."""
     for text in (
         "evener balance --exports plan.toml",
-        "evener runs prune --older 30d",
+        "evener runs delete --all",
         "evener --webs",
         "evener ballance",
     ):
         assert _find_fault(text)
-    assert not _find_fault("evener runs prune --older-than 30d")
+    assert not _find_fault("evener runs delete last --yes")
 
 
 def test_modules_and_targets_that_pages_name_are_there() -> None:

@@ -9,12 +9,10 @@ import msgspec
 import pytest
 
 from evener.balancer.dry_run import Outlook, dry_run
-from evener.balancer.events import Finished, ProbeProgress
+from evener.balancer.events import ProbeProgress
 from evener.balancer.intake import take_in
 from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
-from evener.balancer.run import open_run
-from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import solo
 from evener.devices.simulated import catalogue
@@ -37,8 +35,8 @@ def foresee(request: Request) -> Outlook:
 
 
 @pytest.mark.parametrize("batch", [None, 1000])
-def test_the_time_and_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> None:
-    """On simulated devices the batches are within 5 %, and the time is about right."""
+def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> None:
+    """On simulated devices, within 5 %."""
     request = msgspec.structs.replace(PAIR, global_batch=batch)
     outlook = foresee(request)
     machine = catalogue(["gtx1080ti", "gtx1080"])
@@ -47,19 +45,7 @@ def test_the_time_and_the_batches_that_it_says_are_those_of_the_search(batch: in
         assert fits is not None
         assert machine.memory_bytes(position, round(0.95 * fits)) <= machine.usable_memory_bytes(position)
         assert machine.memory_bytes(position, round(1.05 * fits)) > machine.usable_memory_bytes(position)
-    session = Session(open_run(request))
-    finished = list(session.events())[-1]
-    session.close()
-    assert isinstance(finished, Finished)
-    assert 0.5 < outlook.search_seconds / finished.plan.search.seconds < 2.0
     assert [size for size, _ in outlook.steps] == [8, 64]
-
-
-@two_cores
-def test_a_search_of_steps_that_vary_is_said_to_take_longer() -> None:
-    """Its probes go on until they are sure, or their time is over."""
-    varying = msgspec.structs.replace(REAL, settings={"base_ms": 5.0, "noise": 0.8})
-    assert foresee(varying).search_seconds > 30.0, "of steady steps it would be 16 s"
 
 
 @two_cores
@@ -99,11 +85,11 @@ def test_a_workload_that_hangs_ends_with_the_budget() -> None:
 def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(
     capsys: pytest.CaptureFixture[str], own_folder: object
 ) -> None:
-    """What fits, and how long a search takes; with options that want a plan it is refused."""
+    """What fits; with options that want a plan it is refused."""
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "SIM:1   GTX 1080     7.93 GiB   about 694 samples" in out
-    assert "A search should take about" in out
+    assert "A search takes at most 2 min" in out
     assert run(["balance", "-d", "sim:gtx1080ti", "--dry-run", "--export", "plan.toml"]) == 2
     assert "--dry-run makes no plan" in capsys.readouterr().err
     assert not runs.list_runs()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -402,20 +401,6 @@ def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) ->
         drive(Request(devices=f"sim:{machine}"))
     (failed,) = (one for one in runs.list_runs() if one.state == "failed")
     assert failed.trouble == runs.load_run(failed.run).trouble == fault.value.message
-
-
-def test_old_failed_or_surplus_runs_may_be_pruned() -> None:
-    """By all conditions given, and none without one."""
-    for _ in range(2):
-        drive(PAIR)
-    found = runs.list_runs()
-    day, now = 86400.0, time.time() + 90000
-    assert runs.choose_prunable(found) == ()
-    assert runs.choose_prunable(found, older_seconds=day, now=now) == found
-    assert runs.choose_prunable(found, older_seconds=day) == ()
-    assert [one.run for one in runs.choose_prunable(found, keep=1)] == [found[1].run]
-    failed: tuple[runs.State, ...] = ("failed",)
-    assert runs.choose_prunable(found, keep=1, states=failed) == ()
 
 
 def test_a_plan_travels_through_its_file_unchanged(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(
     outlook = json.loads(capsys.readouterr().out)
     parts = [msgspec.convert(one, Finding) for one in outlook["findings"]["verdict"]]
     assert write_verdict(parts) == outlook["verdict"]
-    assert parts[1].values["seconds"] == outlook["search_seconds"]
+    assert parts[1].values["budget_seconds"] == outlook["budget_seconds"]
     machine = (ROOT / "tests/balancer/search/machines/flat_slow_steps.toml").read_text()
     Path("noisy.toml").write_text(re.sub(r"noise = .*", "noise = 0.5", machine))
     assert run(["probe", "-d", "sim:noisy.toml", "--batches", "64", "--seconds", "1s", "--repeat", "2", "--json"]) == 0

@@ -158,20 +158,6 @@ def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[s
     assert ask(capsys, *chosen, "--json")[1]["micro"] == [410, 568]
 
 
-def test_tables_are_markdown_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every table, and the verdict."""
-    assert run(["probe", "--devices", PAIR, "--batches", "820", "568", "--repeat", "1", "--format", "markdown"]) == 0
-    assert capsys.readouterr().out.startswith("| run | device | batch | samples/s |")
-    assert run(["compare", "--devices", PAIR, "--format", "markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| layout | where | samples/s |")
-    assert lines[1].startswith("| --- | --- | ---: |")
-    assert lines[-1].startswith("Split ")
-    for command in (("compare",), ("probe", "--batches", "8")):
-        code, answer = ask(capsys, *command, "--devices", PAIR, "--format", "markdown", "--json")
-        assert (code, "combined" in answer["error"]["message"]) == (2, True)
-
-
 def test_one_output_has_one_error_of_a_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The table, the verdict, the warning and the measurement's own line agree, however wide the interval is."""
     machine = tmp_path / "noisy.toml"
@@ -336,7 +322,6 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["probe", "--devices", PAIR, "--batches", "8", "--micro", "0"], 2, "--micro 0"),
         (["probe", "--devices", PAIR, "--batches", "8", "8", "--micro", "4"], 2, "--micro gives 1 number"),
         (["balance", "--devices", PAIR, "--micro", "410"], 2, "auto or off"),
-        (["compare", "--devices", PAIR, "--format", "yaml"], 2, "yaml"),
         (["probe", "--devices", PAIR, "--batches", "8", "8", "8"], 2, "3 batches for 2 devices"),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "5", "--seconds", "3s"], 2, "--steps"),
         (["probe", "--devices", PAIR, "--batches", "8", "--steps", "0"], 2, "--steps"),

@@ -1,4 +1,4 @@
-"""`evener runs`: states, filters, and pruning; resuming with more time."""
+"""`evener runs`: states and filters; resuming with more time."""
 
 from __future__ import annotations
 
@@ -77,23 +77,6 @@ def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: py
     assert names("--sort", "time", "-n", "1") == names("--sort", "time", "-n", "1", "list") == [finished]
     assert run(["runs", "--state", "lost"]) == 2
     assert "unreadable" in capsys.readouterr().err
-
-
-def test_pruning_keeps_what_is_running(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """And needs a condition; --dry-run only prints."""
-    _finished, failed, cut_off = three_runs
-    assert run(["runs", "prune", "--yes"]) == 2
-    assert "--older-than" in capsys.readouterr().err
-    assert run(["runs", "prune", "--older-than", "1d", "--yes"]) == 0
-    capsys.readouterr()
-    with lock_run(run_folder(cut_off)):
-        assert run(["runs", "prune", "--keep", "0", "--state", "failed", "--dry-run"]) == 0
-        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [failed]
-        assert len(_listed(capsys)) == 3
-        assert run(["runs", "prune", "--keep", "0", "--yes"]) == 0
-    assert [one["run"] for one in _listed(capsys)] == [cut_off]
-    assert run(["runs", "prune", "--state", "stopped", "--yes"]) == 0
-    assert _listed(capsys) == []
 
 
 def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(

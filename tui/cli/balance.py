@@ -1,6 +1,6 @@
 """`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all layouts.
 
-Such a search can be resumed, and a dry run says what it has ahead of it.
+Such a search can be resumed, and a dry run says what fits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from evener.balancer.store import runs
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import Form, align, folded, json_text, plain
-from ..text.parsing import REQUEST_HELP, check_one_form, parse_budget, parse_duration, parse_words
+from ..text.formatting import align, folded, json_text, plain
+from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines
-from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, FormatOption, JsonOption, takes_request
+from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
 from .session_runner import run_session, stopped_by_signals
 
@@ -50,7 +50,7 @@ def balance(
         bool,
         LENGTH(
             "--dry-run",
-            help="Only build and take a few steps on one device; print what fits and how long a search should take.",
+            help="Only build and take a few steps on one device; print what fits.",
         ),
     ] = False,
     learning: Annotated[
@@ -137,7 +137,7 @@ def _outlook_json(outlook: Outlook) -> dict[str, object]:
 
 
 def _outlook_lines(outlook: Outlook) -> list[str]:
-    """The lines of a dry run: what was tried, a row for each device, and how long a search should take."""
+    """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
     tried, *rest = outlook.findings
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),
@@ -172,19 +172,17 @@ def compare(
         str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
     ] = None,
     export: ExportOption = None,
-    form: FormatOption = "table",
     as_json: JsonOption = False,
 ) -> int:
     """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
-    check_one_form(form, as_json)
     resolved = take_in_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
         tables = [ranking_table(found, labels), scaling_table(found), *packing_tables(found)]
         tables.append(frontier_table(finished.findings))
-        lines = [line for table in tables for line in table.lines(form, terminal_columns())]
-        print("\n".join([*lines, *_words(finished, form)]), flush=True)
+        lines = [line for table in tables for line in table.lines(terminal_columns())]
+        print("\n".join([*lines, *_words(finished)]), flush=True)
 
     def more(session: Session, _finished: Finished, labels: Sequence[str]) -> dict[str, object]:
         return ranking_json(session.search, labels)
@@ -193,9 +191,9 @@ def compare(
     return run_session(Session(begin(resolved)), show, export, as_json, more)
 
 
-def _words(finished: Finished, form: Form) -> list[str]:
+def _words(finished: Finished) -> list[str]:
     """The warnings and the verdict."""
-    head, width = ("- ", None) if form == "markdown" else ("", terminal_columns())
-    warnings = [f"{head}warning: {plain(warning)}" for warning in finished.plan.warnings]
+    width = terminal_columns()
+    warnings = [f"warning: {plain(warning)}" for warning in finished.plan.warnings]
     lines = [line for warning in warnings for line in folded(warning, width, "  ")]
     return [*lines, "", *folded(plain(finished.verdict, 1000), width)]

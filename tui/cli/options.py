@@ -13,7 +13,6 @@ import typer
 from evener.balancer.request import Request
 from evener.workloads import registry
 
-from ..text.formatting import Form
 from ..text.parsing import REQUEST_HELP, make_request
 from ..text.workload_help import DEFAULTS
 
@@ -62,7 +61,6 @@ DevicesOption = Annotated[str, _request_option("devices")]
 RayAddressOption = Annotated[str, _request_option("ray_address")]
 ExportOption = Annotated[Path | None, OUTPUT("--export", "-e", help="Write the plan to this .toml or .json file.")]
 JsonOption = Annotated[bool, OUTPUT("--json", help="Print one JSON object.")]
-FormatOption = Annotated[Form, OUTPUT("--format", help="Form of the table.")]
 ReadonlyOption = Annotated[
     bool,
     typer.Option("--readonly", help="View only: no signals, no searches, no changes of runs."),

@@ -21,8 +21,8 @@ from evener.devices.types import Device
 from evener.errors import RequestError
 
 from ..text.formatting import Table, energy_cells, json_text, plain
-from ..text.parsing import check_one_form, parse_duration
-from .options import BATCH, LENGTH, TRAINING, WHAT, FormatOption, JsonOption, takes_request
+from ..text.parsing import parse_duration
+from .options import BATCH, LENGTH, TRAINING, WHAT, JsonOption, takes_request
 from .output import terminal_columns
 from .session_runner import stopped_by_signals
 
@@ -61,12 +61,10 @@ def probe(
     steps: Annotated[
         int | None, LENGTH("--steps", min=1, help="Length in optimizer steps, instead of --seconds.")
     ] = None,
-    form: FormatOption = "table",
     as_json: JsonOption = False,
 ) -> int:
     """Time training at batch sizes that you choose: `evener probe --batches 820 568 --micro 410 568`."""
     length = _parse_length(seconds, steps)
-    check_one_form(form, as_json)
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = take_in(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
@@ -92,7 +90,7 @@ def probe(
         print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}))
     elif finished:
         rows = _list_rows(finished, layout, labels)
-        print("\n".join(_table(rows, finished[-1].alone).lines(form, terminal_columns())[:-1]), flush=True)
+        print("\n".join(_table(rows, finished[-1].alone).lines(terminal_columns())[:-1]), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
 
 

@@ -22,7 +22,7 @@ from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
 
 from ..text.formatting import align, folded, harmless_json, json_text, plain, toml_text
-from ..text.parsing import parse_duration, parse_words
+from ..text.parsing import parse_words
 from ..text.summaries import Progress, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
 from .output import check_new, check_plan_file, check_replaceable, draws_screens, terminal_columns
@@ -38,7 +38,7 @@ _KEYS: dict[str, Callable[[RunSummary], Any]] = {
 _WIDEST_TEXT = 40
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 ForceOption = Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it is there.")]
-runs_app = typer.Typer(help="Past runs: list them; show, delete or prune them.", invoke_without_command=True)
+runs_app = typer.Typer(help="Past runs: list them; show or delete them.", invoke_without_command=True)
 app = typer.Typer()
 app.add_typer(runs_app, name="runs")
 
@@ -163,32 +163,6 @@ def delete_runs(
 ) -> None:
     """Delete runs, after asking."""
     _delete(list(dict.fromkeys(map(store.find_any, run_ids))), yes)
-
-
-@runs_app.command("prune")
-def prune_runs(
-    older: Annotated[
-        str | None, typer.Option("--older-than", help="Only runs that are older, like 30d or 12h.")
-    ] = None,
-    keep: Annotated[int | None, typer.Option("--keep", min=0, help="The number of newest runs to keep.")] = None,
-    states: Annotated[
-        str | None, typer.Option("--state", help="Only runs in these states, like failed,stopped.")
-    ] = None,
-    only_print: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted.")] = False,
-    yes: YesOption = False,
-) -> None:
-    """Delete runs that meet all conditions given, after asking; never one that is running."""
-    if older is None and keep is None and states is None:
-        raise RequestError("Nothing says which runs to delete.", "Give --older-than 30d, --keep 20 or --state failed.")
-    seconds = None if older is None else parse_duration(older, "--older-than")
-    chosen = _parse_states(states) or ()
-    found = store.choose_prunable(store.list_runs(), older_seconds=seconds, keep=keep, states=chosen)
-    if not found:
-        print("evener: no run matches", file=sys.stderr)
-    elif only_print:
-        _print_table(found)
-    else:
-        _delete([one.run for one in found], yes)
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:

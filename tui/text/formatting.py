@@ -7,7 +7,7 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,9 +50,6 @@ def energy_cells(samples_per_second: float, active_watts: float, idle_watts: flo
     return efficiency(samples_per_second / watts), f"{active_watts:.0f}", f"{idle_watts:.0f}"
 
 
-Form = Literal["table", "markdown"]
-
-
 class Table(NamedTuple):
     """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note` explains the headings."""
 
@@ -61,16 +58,13 @@ class Table(NamedTuple):
     numbers_from: int
     note: str = ""
 
-    def lines(self, form: Form = "table", width: int | None = None) -> list[str]:
+    def lines(self, width: int | None = None) -> list[str]:
         """Title, rows and note, then an empty line; of a table without rows, what its title and note say.
 
         With `width`, that of a terminal, the note is broken between words.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
-        if form == "markdown":
-            title, rows = f"**{self.title}**", _pipe_rows(self.rows, self.numbers_from)
-            return [*((title, "") if self.title else ()), *rows, "", *((self.note, "") if self.note else ())]
         notes = folded(self.note, width) if self.note else ()
         return [*((f"{self.title}:",) if self.title else ()), *align(self.rows, self.numbers_from), *notes, ""]
 
@@ -86,12 +80,6 @@ def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def _pipe_rows(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    marks = ["---:" if column >= numbers_from else "---" for column in range(len(rows[0]))]
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (rows[0], marks, *rows[1:]))
-    return [f"| {' | '.join(row)} |" for row in escaped]
 
 
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -158,12 +158,6 @@ def parse_budget(text: str) -> float | None:
     return None if text == "none" else parse_duration(text, "--budget")
 
 
-def check_one_form(form: str, as_json: bool) -> None:
-    """RequestError if a table in another form and JSON are both asked for."""
-    if as_json and form != "table":
-        raise refuse(Finding("request.both", {"first": "--json", "second": f"--format {form}"}))
-
-
 def parse_duration(text: str, name: str) -> float:
     """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the option."""
     given = text.strip()
