@@ -7,7 +7,6 @@ also which layouts can be measured on these devices, and why not the others.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -201,9 +200,7 @@ SINGLE = "single"  # a placement that is a solo layout
 KNOBS: tuple[Knob, ...] = ("xla", "mixed")
 
 
-def take_in_comparison(
-    request: Request, layouts: Sequence[str] | None = None, mps: bool = False, knobs: Sequence[str] = ()
-) -> Job:
+def take_in_comparison(request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()) -> Job:
     """The request as `take_in` has it, with the layouts that can be compared here.
 
     What was named and isn't possible is explained in `request.compare.left_out`; RequestError for unknown words, or if
@@ -221,16 +218,15 @@ def take_in_comparison(
     if not possible:
         raise RequestError(notes[0] if notes else "No layout can be compared here.", "Choose other layouts or devices.")
     packs = any(family.traits.side_by_side for family in possible)
-    modes = _pack_modes(resolved, mps and packs, notes)
     if packs and find_backend(resolved.devices[0].kind).daemon_runs():
-        notes.append("An MPS daemon is already running and left alone; plain processes share GPUs through it too.")
+        notes.append("An MPS daemon runs: processes share GPUs through it.")
     if resolved.machine is not None and knobs:
         notes.append("Simulated devices have neither XLA nor other precisions; --try was left out.")
         knobs = []
     wanted = LayoutOptions(
         families=tuple(family.name for family in possible),
         placements=placements if any(family.traits.placed for family in possible) else (),
-        pack_modes=modes,
+        pack_modes=_pack_modes(resolved),
         knobs=tuple(cast(list[Knob], knobs)),
         left_out=tuple(notes),
         shards=any(family.traits.sharded for family in possible) and layouts is not None,
@@ -270,17 +266,7 @@ def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placemen
     return f"{resolved.workload} has no placements; {', '.join(names)} and {last} have some"
 
 
-def _pack_modes(resolved: Job, mps: bool, notes: list[str]) -> tuple[PackMode, ...]:
-    """Plain processes; on GPUs also logical devices in TensorFlow, and MPS if it was asked for and is installed."""
-    modes: list[PackMode] = [""]
-    backend = find_backend(resolved.devices[0].kind)
-    if backend.own_memory and resolved.framework == "tensorflow":
-        modes.append("logical")
-    program = backend.daemon_program
-    if mps and not program:
-        notes.append("--mps was left out: it shares GPUs, and there are none.")
-    elif mps and shutil.which(program) is None:
-        notes.append(f"--mps was left out: {program} is not installed. Packing is measured with plain processes.")
-    elif mps:
-        modes.append("mps")
-    return tuple(modes)
+def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
+    """Plain processes; on GPUs also logical devices in TensorFlow."""
+    parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
+    return ("", "logical") if parts else ("",)

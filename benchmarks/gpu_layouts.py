@@ -21,7 +21,7 @@ def layouts(bench: GpuBench) -> None:
 
     alone = f"gpu:{bench.gpus[0]}"
     compare(small, bench.pair, small, "--global-batch", "256")
-    compare(f"{small} packed", alone, small, "--global-batch", "256", "--mps")
+    compare(f"{small} packed", alone, small, "--global-batch", "256")
     for workload in PLACED[bench.framework]:
         compare(workload, bench.pair, workload, "--global-batch", "512")
     knobs = "xla,mixed" if bench.framework == "tensorflow" else "mixed"

@@ -195,16 +195,6 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
     threads: int | None = None  # compute threads; None: the framework's own choice
 
 
-class SharingDaemon(Protocol):
-    """A daemon of evener's own, by which processes compute on one device at the same time, as NVIDIA's MPS does."""
-
-    def variables(self) -> dict[str, str]:
-        """The variables that lead a child to the daemon, which is started if needed; DeviceError if it can't start."""
-
-    def close(self) -> None:
-        """End the daemon; it may be called twice."""
-
-
 class Backend(Protocol):
     """One kind of devices; a maker's class inherits it and overrides what its devices have.
 
@@ -227,7 +217,6 @@ class Backend(Protocol):
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
     double_packages: tuple[tuple[str, str], ...] = ()  # (one, another that evener needs) with the same module
     settle_seconds: float = 0.05  # from a source's first sample to one with rates
-    daemon_program: str = ""  # the program of the sharing daemon; empty: there is none
 
     def list_devices(self) -> Listing:
         """Every device of this kind that this machine has; DeviceError if there is none or its driver fails."""
@@ -273,9 +262,5 @@ class Backend(Protocol):
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a sharing daemon that evener didn't start runs already."""
+        """True if a daemon runs by which processes compute on one device at the same time, as by NVIDIA's MPS."""
         return False
-
-    def open_daemon(self) -> SharingDaemon:
-        """A sharing daemon, which starts when its variables are asked for."""
-        raise DeviceError(f"Devices of the kind {self.kind} have no daemon to share them.", "Omit --mps.")

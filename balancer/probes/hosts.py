@@ -179,9 +179,9 @@ class RemoteHost:
             with suppress(HostLostError):
                 self.ask("end", key)
 
-    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
+    def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
         """The environment that a child is started with on the remote host."""
-        found: ChildEnvironment = self.ask("local.make_environment", tuple(devices), mps)
+        found: ChildEnvironment = self.ask("local.make_environment", tuple(devices))
         return found
 
     def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:

@@ -12,22 +12,21 @@ from contextlib import suppress
 
 import msgspec
 
-from evener.devices.backend import ChildEnvironment, SharingDaemon, Vitals
+from evener.devices.backend import ChildEnvironment, Vitals
 from evener.devices.cpu import available_memory_bytes
 from evener.devices.network import choose_interface
-from evener.devices.registry import all_backends, child_environment, find_backend
+from evener.devices.registry import all_backends, child_environment
 from evener.devices.types import Device
 from evener.workloads.registry import find_imports
 
 from .children import Child, Inbox
-from .failures import StoppedError
 from .fork_server import ServerProcess
 from .interference import InterferenceMonitor
 from .launch_plan import LOOPBACK, find_free_ports
 
 
 class LocalHost:
-    """This machine, which is `name` in a cluster: its children, drivers, sharing daemon and free ports."""
+    """This machine, which is `name` in a cluster: its children, drivers and free ports."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
         self._framework = framework
@@ -36,22 +35,14 @@ class LocalHost:
         self.monitor = InterferenceMonitor(devices, name)
         self._children: set[Child] = set()
         self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
-        self._daemon: SharingDaemon | None = None  # made when a pack needs it
-        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._closed = threading.Event()
         # the kernel ends a server with the *thread* that started it, so all are started by one thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
 
-    def make_environment(self, devices: Sequence[Device], mps: bool) -> ChildEnvironment:
-        """A child's start on these devices; DeviceError if it needs a sharing daemon and none can start."""
+    def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
+        """A child's start on these devices; DeviceError if they can't have it."""
         environment = child_environment(devices, self._framework)
-        variables = {**environment.variables, **self._network}
-        if mps:
-            with self._lock:
-                if self._closed.is_set():
-                    raise StoppedError
-                self._daemon = self._daemon or find_backend(devices[0].kind).open_daemon()
-                variables |= self._daemon.variables()
-        return msgspec.structs.replace(environment, variables=variables)
+        return msgspec.structs.replace(environment, variables={**environment.variables, **self._network})
 
     def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> Child:
         """A new child; OSError or RuntimeError if none can be started."""
@@ -106,12 +97,9 @@ class LocalHost:
         return available_memory_bytes()
 
     def close(self) -> None:
-        """Kill every child at once, and the sharing daemon; safe to call twice."""
+        """Kill every child at once; safe to call twice."""
         self._closed.set()
         with suppress(RuntimeError):  # closed before
             self._starter.submit(self._end_children).result()  # after one that starts just now
         self._starter.shutdown()
         self.monitor.close()
-        with self._lock:
-            if self._daemon is not None:
-                self._daemon.close()

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: the readings that NVML gives, and MPS."""
+"""NVIDIA GPUs, by the readings that NVML gives."""

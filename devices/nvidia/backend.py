@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
+import psutil
 
 from evener.errors import DeviceError
 
-from ..backend import QUIET, Backend, ChildEnvironment, Discovery, Listing, SharingDaemon, Vitals, VitalsReader
+from ..backend import QUIET, Backend, ChildEnvironment, Discovery, Listing, Vitals, VitalsReader
 from ..types import Device, Source, Term
-from . import mps
 from .gpu_reader import GpuReader
 from .nvml_calls import DriverGoneError, GpuGoneError
 from .nvml_library import GONE_WORDS, driver_fault, error_code, find_handle, list_gpus, load, opened
 from .source import NvmlSource
+
+MPS_PROGRAM, MPS_FOLDER = "nvidia-cuda-mps-control", "/tmp/nvidia-mps"  # of NVIDIA's daemon, and where it listens
 
 
 class NvmlVitals:
@@ -77,7 +81,6 @@ class NvidiaGpus(Backend):
     check_module = "evener.devices.nvidia.device_check"
     remedy = "Check nvidia-smi and dmesg."
     settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
-    daemon_program = mps.PROGRAM
 
     def list_devices(self) -> Listing:
         """Every GPU by NVML, MIG instances in place of theirs."""
@@ -121,7 +124,7 @@ class NvidiaGpus(Backend):
                 limited = ", ".join(device.label for device in devices)
                 raise DeviceError(
                     f"{limited} can't be held to {percent:g} %: no MPS daemon runs.",
-                    f"Start one with {mps.PROGRAM} -d, or omit the percentage.",
+                    f"Start one with {MPS_PROGRAM} -d, or omit the percentage.",
                 )
             variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{percent:g}"
         return ChildEnvironment(variables)
@@ -144,8 +147,8 @@ class NvidiaGpus(Backend):
 
     def daemon_runs(self) -> bool:
         """True if an MPS control daemon listens where CUDA programs look for one."""
-        return mps.runs()
-
-    def open_daemon(self) -> SharingDaemon:
-        """An MPS daemon in a folder of evener's own."""
-        return mps.MpsDaemon()
+        folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or MPS_FOLDER)
+        with suppress(OSError, ValueError, OverflowError):
+            pid = int((folder / f"{MPS_PROGRAM}.pid").read_text().strip("\0 \n"))
+            return pid > 0 and psutil.pid_exists(pid)
+        return False

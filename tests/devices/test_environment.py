@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.devices.nvidia import mps
+from evener.devices.nvidia.backend import NvidiaGpus
 from evener.devices.registry import BACKENDS, child_environment
 from evener.devices.types import Device, Limit
 from evener.errors import DeviceError, RequestError
@@ -83,7 +83,7 @@ def test_a_pid_file_that_names_no_process_is_no_daemon(
 ) -> None:
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(text)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert not mps.runs()
+    assert not NvidiaGpus().daemon_runs()
 
 
 def test_devices_that_one_process_cannot_hold_are_refused() -> None:

@@ -142,13 +142,12 @@ def test_bad_input_is_one_sentence_with_what_is_possible(
 
 
 def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """One device: splitting and placing are left out in words; MPS needs GPUs."""
+    """One device: splitting and placing are left out in words."""
     Path("one.toml").write_text(MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0])
-    code, answer = ask(capsys, "-d", "sim:one.toml", "--layouts", "solo,split,pack", "--mps", "--global-batch", "64")
+    code, answer = ask(capsys, "-d", "sim:one.toml", "--layouts", "solo,split,pack", "--global-batch", "64")
     assert code == 0
     text = " ".join(answer["warnings"])
     assert "split needs two devices" in text
-    assert "--mps was left out" in text
     assert {layout["kind"] for layout in answer["layouts"]} == {"solo", "pack"}
 
 

@@ -16,7 +16,7 @@ REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CHEAP = re.compile(r"evener (balance|compare|probe|devices|monitor|replay|demo)\b.*(sim:|\.jsonl|--plain)")
-ASKS = re.compile(r"train\.py|machine\.toml|--mps|--web")  # for what isn't here
+ASKS = re.compile(r"train\.py|machine\.toml|--web")  # for what isn't here
 
 
 def _runs() -> Iterator[tuple[str, str, str]]:

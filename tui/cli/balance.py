@@ -167,7 +167,6 @@ def compare(
             " one device; parts of the model on several. Default: all that are possible.",
         ),
     ] = None,
-    mps: Annotated[bool, WHAT("--mps", help="Also pack under NVIDIA's MPS, which evener starts.")] = False,
     knobs: Annotated[
         str | None, WHAT("--try", help="xla,mixed: also measure the winner with XLA, with mixed precision.")
     ] = None,
@@ -175,7 +174,7 @@ def compare(
     as_json: JsonOption = False,
 ) -> int:
     """Compare single-device, even, split, packed and placed layouts; the fastest becomes the plan."""
-    resolved = take_in_comparison(request, parse_words(layouts), mps, parse_words(knobs) or ())
+    resolved = take_in_comparison(request, parse_words(layouts), parse_words(knobs) or ())
 
     def show(session: Session, finished: Finished, labels: Sequence[str]) -> None:
         found = session.search
