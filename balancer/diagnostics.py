@@ -30,8 +30,6 @@ from evener.devices.registry import all_backends
 from evener.devices.terms import parse_request
 from evener.errors import DeviceError, EvenerError
 
-from .probes.script_copy import digest_script
-
 Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
@@ -178,19 +176,15 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
     return Check(name, "ok", str(folder))
 
 
-ABSENT = "not there"
-
-
 class HostReport(msgspec.Struct, frozen=True):
-    """The results of one host's checks, and the versions and the script that it would train with."""
+    """The results of one host's checks, and the versions that it would train with."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]
-    script: str  # a digest of the user's script and the Python files beside it
 
 
-def check_cluster(spec: str, address: str, script: Path | None = None) -> tuple[Check, ...]:
-    """Every check of the hosts that `spec` names, and of `script`, which is to be the same on all; never raises."""
+def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
+    """Every check of the hosts that `spec` names; never raises."""
     terms = parse_request(spec)
     try:
         connect(address)
@@ -200,8 +194,7 @@ def check_cluster(spec: str, address: str, script: Path | None = None) -> tuple[
         return (Check("ray cluster", "problem", fault.message, fault.remedy),)
     agents, lost = _start([node for node in nodes if node.host in wanted])
     hosts = [agent.host for agent in agents]
-    path = script.absolute() if script else None
-    calls = [agent.begin("call", describe_host, agent.host, hosts, path) for agent in agents]
+    calls = [agent.begin("call", describe_host, agent.host, hosts) for agent in agents]
     reports: dict[str, HostReport] = {}
     for agent, call in zip(agents, calls, strict=True):
         try:
@@ -212,7 +205,6 @@ def check_cluster(spec: str, address: str, script: Path | None = None) -> tuple[
         *lost,
         *merge_checks({host: report.checks for host, report in reports.items()}),
         *_compare_versions({host: report.versions for host, report in reports.items()}),
-        *(_compare_scripts(path, {host: report.script for host, report in reports.items()}) if path else ()),
         *_check_ports([agent for agent in agents if agent.host in reports]),
         *(() if lost else (_check_devices(spec, address),)),
     )
@@ -232,12 +224,11 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
     return [each for each in found if isinstance(each, Agent)], [each for each in found if isinstance(each, Check)]
 
 
-def describe_host(own: str, hosts: Sequence[str], script: Path | None) -> HostReport:
+def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
     """Runs on a host: its checks, and what is to be the same on all hosts."""
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
-    digest = ABSENT if script is None or not script.is_file() else digest_script(script)
-    return HostReport((*check_machine(), *network), describe_versions(), digest)
+    return HostReport((*check_machine(), *network), describe_versions())
 
 
 def _check_interface(other: str) -> Check:
@@ -274,17 +265,6 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
     first = next(iter(by_host.values()))
     same = ", ".join(f"{name} {version}" for name, version in first.items() if name in ("ray", "evener"))
     return (Check("versions", "ok", f"the same on {len(by_host)} host{'s' * (len(by_host) != 1)}: {same}"),)
-
-
-def _compare_scripts(script: Path, by_host: Mapping[str, str]) -> tuple[Check, ...]:
-    hosts: dict[str, list[str]] = {}
-    for host, digest in by_host.items():
-        hosts.setdefault(digest, []).append(host)
-    remedy = "evener launch --ray and probes send it; for evener launch on each host, copy it there."
-    if len(hosts) == 1 and ABSENT not in hosts:
-        return (Check("script", "ok", f"{script} is the same on every host, with the Python files beside it"),)
-    there = "; ".join(f"{digest} on {', '.join(names)}" for digest, names in hosts.items())
-    return (Check("script", "note", f"{script} or a Python file beside it differs: {there}", remedy),)
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:

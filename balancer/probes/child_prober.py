@@ -245,9 +245,7 @@ class ChildProber:
     def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
         """The environment of a child; GroupError if its devices can't have it."""
         if key.traits.side_by_side and key.placement == "mps":  # an older run that goes on
-            raise GroupError(
-                RankFailure(0, "unsupported", "Packs use MPS where its daemon runs.")
-            )
+            raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
             return self._hosts.find(devices[0]).make_environment(devices)
         except HostLostError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -40,14 +39,6 @@ def copy_workload(workload: str) -> ScriptCopy | None:
     """The script of `file.py:function`; None for a workload that is installed."""
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
-
-
-def digest_script(script: Path) -> str:
-    """A digest of the script and what lies beside it; RequestError if that is too large."""
-    digest = blake2b(digest_size=4)
-    for name, content in copy_script(script).files.items():
-        digest.update(name.encode() + b"\0" + content)
-    return digest.hexdigest()
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:

@@ -25,10 +25,10 @@ _HOOKS = {  # module of the program's -> functions of it, and of a file of ours 
     ),
     "accelerate.data_loader": (
         ("DataLoaderShard.__iter__", "loops:begin_outer"),
-        ("DataLoaderDispatcher.__iter__", "accelerated:begin_dispatcher"),
+        ("DataLoaderDispatcher.__iter__", "loops:begin_dispatcher"),
     ),
     "accelerate.accelerator": (
-        ("Accelerator.gather", "accelerated:gather"),
+        ("Accelerator.gather", "loops:gather"),
         ("Accelerator.reduce", "program:PROGRAM.exchange_figures"),
     ),
     "timm.data.loader": (("PrefetchLoader.__iter__", "loops:begin_outer"),),

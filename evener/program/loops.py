@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
@@ -22,7 +23,7 @@ from ..errors import RequestError
 from ..torch_loss.measure import kept_state
 from ..torch_rows.loader import Epoch
 from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
-from ..torch_rows.structure import tensors_in
+from ..torch_rows.structure import each_tensor, tensors_in
 from .program import PROGRAM
 
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's
@@ -258,3 +259,31 @@ def _chain(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = vars(sampler)
         sampler = next((inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None)
+
+
+DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
+
+
+def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
+    """Leave a loop alone that has a loader on one rank only."""
+    if PROGRAM.trains():
+        PROGRAM.stay(DISPATCHED)
+    with PROGRAM.left_alone():
+        yield from wrapped()
+
+
+def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Gather rows of which ranks have different numbers."""
+    sizes = PROGRAM.sizes
+    if len(set(sizes)) < 2:
+        return wrapped(*arguments, **keywords)
+    own, most = sizes[dist.get_rank()], max(sizes)
+
+    def gather(tensor: torch.Tensor) -> Any:
+        if not tensor.ndim or len(tensor) != max(1, own):
+            PROGRAM.note_exchange()  # of a mean over its own rows, say
+            return wrapped(tensor)
+        rows = wrapped(pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, most - len(tensor))))
+        return torch.cat([rows[rank * most : rank * most + size] for rank, size in enumerate(sizes)])
+
+    return each_tensor(gather, arguments[0] if arguments else keywords["tensor"])

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from evener.balancer.probes.children import ChildGroup
+from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.launch_plan import RankMap
-from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
 from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps
 from evener.balancer.types import Layout, Probe

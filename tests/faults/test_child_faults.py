@@ -18,7 +18,7 @@ import pytest
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.children import Inbox
-from evener.balancer.probes.local_host import LocalHost
+from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.measurement import Timeouts
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo

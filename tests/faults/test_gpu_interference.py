@@ -13,8 +13,8 @@ import pytest
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.block_timing import Block
+from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.interference import READ_SECONDS, InterferenceMonitor, ProbeInterference
-from evener.balancer.probes.local_host import LocalHost
 from evener.balancer.result.measurements import describe_doubts, find_weakness
 from evener.balancer.result.words import say_all
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Stage, Timed, layout_of, solo

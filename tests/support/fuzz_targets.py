@@ -24,6 +24,7 @@ from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
+from evener.balancer.store.runs import recorded_events
 from evener.devices.discover import discover, open_source
 from evener.devices.simulated import parse_machine
 from evener.devices.terms import parse_limit, write_limit
@@ -31,7 +32,6 @@ from evener.devices.types import Snapshot
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
-from evener.tui.runtime.sessions import recorded_events
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
 from evener.tui.text.summaries import Progress, observation_words, summary_lines

@@ -279,8 +279,3 @@ def test_the_doctor_says_once_what_all_hosts_have() -> None:
         Check("torch", "ok", "a: 2.13"),
         Check("torch", "note", "b: 2.12", "Update."),
     )
-
-
-def test_the_doctor_compares_a_script_over_hosts_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--script", "train.py"]) == 2
-    assert "--script compares the hosts of a cluster" in capsys.readouterr().err

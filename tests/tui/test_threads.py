@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
+from evener.balancer.store.runs import RunReplay
 from evener.devices.discover import discover, open_source
 from evener.devices.processes import send_signal
 from evener.devices.sampler import Sampler
 from evener.errors import NoLayoutError, RequestError
 from evener.tui.runtime.base_app import Sampled, SessionEnded, SessionReported, SessionThread
-from evener.tui.runtime.sessions import RunReplay
 
 
 def _wait(condition: Callable[[], object], seconds: float = 60.0) -> None:

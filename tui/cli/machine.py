@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -14,7 +13,6 @@ from evener.balancer.number_format import size
 from evener.devices.discover import discover
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
-from evener.errors import RequestError
 
 from ..text.formatting import align, json_text, plain
 from .options import DevicesOption, JsonOption, RayAddressOption
@@ -60,30 +58,24 @@ def _as_json(device: Device) -> dict[str, Any]:
     }
 
 
-def _check(devices: str, address: str, script: Path | None) -> tuple[Check, ...]:
+def _check(devices: str, address: str) -> tuple[Check, ...]:
     if parse_request(devices)[0].host is None:
-        if script is not None:
-            raise RequestError("--script compares the hosts of a cluster.", "Name them: --devices ray.")
         discover(devices)  # what can't be had is its own sentence
         return check_machine()
-    return check_cluster(devices, address, script)
+    return check_cluster(devices, address)
 
 
 @app.command()
 def doctor(
     devices: DevicesOption = "auto",
     ray_address: RayAddressOption = "",
-    script: Annotated[
-        Path | None,
-        typer.Option("--script", help="A training script that must be the same on all hosts of a cluster."),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, the driver, frameworks, extras and folders; with --devices ray, on every host, and the network.
 
     Exit code 0: balance can run, 1: it can't.
     """
-    checks = _check(devices, ray_address, script)
+    checks = _check(devices, ray_address)
     code = int(any(check.level == "problem" for check in checks))
     if as_json:
         print(json_text({"exit_code": code, "checks": checks}))

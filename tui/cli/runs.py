@@ -235,13 +235,11 @@ def replay(
     """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is measured."""
     from evener.balancer.intake import read_job
 
-    from ..runtime.sessions import read_run, recorded_events
-
     named = Path(source).is_file() or "/" in source
-    record = journal.read(Path(source), foreign=True) if named else read_run(source)
+    record = journal.read(Path(source), foreign=True) if named else store.read_run(source)
     read_job(record.header)  # its faults are raised before the screen opens
     if as_text or not draws_screens():
-        print_events(recorded_events(record))
+        print_events(store.recorded_events(record))
         return
     from ..start import run_app
 

@@ -18,13 +18,12 @@ from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
-from evener.balancer.store.runs import StoredRun
+from evener.balancer.store.runs import StoredRun, read_run
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
 from evener.system.files import error_file
 
 from ..runtime.base_app import UsesApp
-from ..runtime.sessions import read_run
 from ..text.parsing import parse_duration
 from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm

@@ -14,11 +14,10 @@ from textual.widget import Widget
 from evener.balancer.journal import Record
 from evener.balancer.session_state import SessionState, advance, first_state
 from evener.balancer.store import runs
-from evener.balancer.store.runs import RunSummary, StoredRun
+from evener.balancer.store.runs import RunReplay, RunSummary, StoredRun, read_run, recorded_events
 from evener.errors import EvenerError
 
 from ..runtime.base_app import SessionEnded, SessionReported, SessionThread
-from ..runtime.sessions import RunReplay, read_run, recorded_events
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
 from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
