@@ -20,7 +20,7 @@ from evener.balancer.session import Session
 from evener.devices.sampler import History, Sampler, Subscriber
 from evener.devices.types import HostSample, Snapshot
 from evener.tui.app import EvenerApp
-from evener.tui.runtime.simulated_training import PAIR, TrainingSource
+from evener.tui.simulated_training import PAIR, TrainingSource
 
 SIZE = (110, 33)
 SEARCH_SECONDS = (1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 24, 27, 30, 33, 36, 39, 42, 45, 48)

@@ -20,7 +20,7 @@ from textual.widgets import Input
 
 from evener.devices.sampler import Sampler
 
-from .runtime.base_app import BaseApp, Sampled, write_crash_log
+from .base_app import BaseApp, Sampled, write_crash_log
 from .screens.base import SCREENS
 
 YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing

@@ -7,8 +7,8 @@ from typing import Any
 from evener.devices.sampler import Sampler
 
 from .app import EvenerApp
-from .runtime.base_app import SessionEnded
-from .runtime.simulated_training import PAIR, TrainingSource
+from .base_app import SessionEnded
+from .simulated_training import PAIR, TrainingSource
 
 PACE = 0.25  # of real time that the search takes
 INTERVAL_SECONDS = 0.5

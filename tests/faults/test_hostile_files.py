@@ -310,7 +310,7 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
 
 def test_a_crash_log_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of everybody's its name may have been guessed."""
-    from evener.tui.runtime import base_app
+    from evener.tui import base_app
 
     (tmp_path / "kept").write_text("precious")
     monkeypatch.setattr("time.strftime", lambda *_: "now")

@@ -18,8 +18,8 @@ from evener.devices.discover import discover
 from evener.errors import RequestError
 from evener.live.files import live_folders, prepare_folder
 from evener.system.files import runs_folder, state_folder
+from evener.tui.base_app import write_crash_log
 from evener.tui.cli.main import run
-from evener.tui.runtime.base_app import write_crash_log
 from tests.support.small_disk import fill
 
 

@@ -15,7 +15,7 @@ from textual.widgets import Input
 from evener.balancer.store.runs import RunReplay
 from evener.devices.types import LOST, value
 from evener.plan.file import load_plan
-from evener.tui.runtime.base_app import Sampled
+from evener.tui.base_app import Sampled
 from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog, SignalDialog
 from evener.tui.screens.monitor import DevicePanel, ProcessPanel
 from evener.tui.screens.run_dialogs import SaveDialog

@@ -13,7 +13,7 @@ from evener.balancer.session import Session
 from evener.plan.file import Plan
 from evener.tui import demo
 from evener.tui.cli.main import run
-from evener.tui.runtime.simulated_training import HOT_FROM, HOT_UNTIL, PAIR, PERIOD_SECONDS, SLOWED, TrainingSource
+from evener.tui.simulated_training import HOT_FROM, HOT_UNTIL, PAIR, PERIOD_SECONDS, SLOWED, TrainingSource
 from evener.tui.view.trainings import join_trainings
 from tests.support.pilots import text, until
 

@@ -20,7 +20,7 @@ from evener.devices.discover import discover, open_source
 from evener.devices.processes import send_signal
 from evener.devices.sampler import Sampler
 from evener.errors import NoLayoutError, RequestError
-from evener.tui.runtime.base_app import Sampled, SessionEnded, SessionReported, SessionThread
+from evener.tui.base_app import Sampled, SessionEnded, SessionReported, SessionThread
 
 
 def _wait(condition: Callable[[], object], seconds: float = 60.0) -> None:

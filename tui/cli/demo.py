@@ -42,7 +42,7 @@ def _print_demo(ascii_only: bool) -> None:
     from evener.balancer.run import open_run
     from evener.balancer.session import Session
 
-    from ..runtime.simulated_training import PAIR, TrainingSource
+    from ..simulated_training import PAIR, TrainingSource
     from .monitor import draw_reading
     from .runs import print_events
 

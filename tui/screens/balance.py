@@ -25,7 +25,7 @@ from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 from evener.workloads import registry
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..text.formatting import plain
 from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
 from ..view.cells import Span, cut, line, text_lines

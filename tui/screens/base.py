@@ -17,7 +17,7 @@ from textual.widgets import Footer, Input
 
 from evener.devices.types import Snapshot
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..view.cells import Line
 from ..view.monitor import status_texts, top_line
 from ..widgets.lines import Lines

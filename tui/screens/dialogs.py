@@ -16,7 +16,7 @@ from evener.devices.processes import send_signal
 from evener.devices.types import ProcessSample
 from evener.errors import EvenerError
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..text.formatting import plain
 from ..view.cells import Line, Span, cut, line, wrap
 from ..widgets.lines import Lines

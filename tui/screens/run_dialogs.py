@@ -23,7 +23,7 @@ from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
 from evener.system.files import error_file
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..text.parsing import parse_duration
 from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm

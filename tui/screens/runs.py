@@ -17,7 +17,7 @@ from evener.balancer.store import runs
 from evener.balancer.store.runs import RunReplay, RunSummary, StoredRun, read_run, recorded_events
 from evener.errors import EvenerError
 
-from ..runtime.base_app import SessionEnded, SessionReported, SessionThread
+from ..base_app import SessionEnded, SessionReported, SessionThread
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
 from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows

@@ -14,7 +14,7 @@ from textual_plotext import PlotextPlot
 from evener.balancer.session_state import CurvePoints, SessionState, curves
 from evener.devices.types import DeviceSample
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from ..view.cells import DEVICE_TONES, to_ascii

@@ -17,7 +17,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ..runtime.base_app import UsesApp
+from ..base_app import UsesApp
 from ..view.cells import BLANK, Line, join_spans
 
 # theme variables of tones that have none of their own; classes of CSS would be matched again and again for each widget

@@ -32,8 +32,8 @@ from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
 from evener.system.files import make_private
 
-from ..text.formatting import plain
-from ..view.cells import ASCII, UNICODE, Marks
+from .text.formatting import plain
+from .view.cells import ASCII, UNICODE, Marks
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever
