@@ -48,7 +48,6 @@ class PicturePublisher:
 
     def __init__(self, machine: Machine, speeds: Sequence[tuple[float, int]], reports: Sequence[Training]) -> None:
         self.interval_seconds = 1.0
-        self.state = ""
         self._clock = 0.0
         self._source = SimulatedSource(machine, 7, SnapshotBuilder(TrainingRates(lambda: ()), lambda: self._clock))
         self._reports = tuple(reports)
