@@ -36,7 +36,7 @@ from .restarts import compare_rows, say
 
 POLL_SECONDS = 0.1
 HEAD_SECONDS = 5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute
-SILENT_SECONDS = 15.0
+HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
 OTHERS_SECONDS = 30.0  # that the other hosts have to end by themselves, once one has failed
 LOST_EXIT_CODE = 3
 
@@ -157,7 +157,7 @@ def _look_at_head(answered: float) -> float:
     try:
         check_head()
     except DeviceError:
-        if now > answered + SILENT_SECONDS:
+        if now > answered + HEAD_SILENT_SECONDS:
             raise
         return answered
     return now
