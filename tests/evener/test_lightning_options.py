@@ -17,7 +17,7 @@ if not all(map(find_spec, ("torch", "lightning"))):
 import torch
 
 PROGRAMS = "tests.support.lightning_options"
-GIVEN = (((6, 2), (6, 2)), ((5, 2, 1), (3, 2, 1)))  # shares, and rows of a pass: the first rank's share in two
+GIVEN = (((6, 2), (6, 2)), ((6, 2), (3, 2)))  # shares, and rows of a pass: the first rank's share in two
 EXACT = (
     "limited",
     "limited to a part",

@@ -70,7 +70,7 @@ PROGRAMS = {
     "tokens by length": Program(rows=29, arguments={**ADAM, "train_sampling_strategy": "group_by_length"}),
     "rows": Program("plain", arguments=ADAM),
     "rows, accumulated, drop last": Program(
-        "plain", 29, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}, three_ranks=True
+        "plain", 29, {**ADAM, "gradient_accumulation_steps": 2, "dataloader_drop_last": True}
     ),
     "rows, compiled": Program("plain", 21, {**ADAM, **COMPILED}),
     "rows by a compute_loss": Program("own loss", 29, ADAM),
@@ -86,9 +86,7 @@ PROGRAMS = {
         rows=45, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, rebalance=True
     ),
     "rows, rebalanced": Program("plain", 29, ADAM, three_ranks=True, rebalance=True),
-    "tokens, in shards": Program(
-        rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}, three_ranks=True, by_memory=True
-    ),
+    "tokens, in shards": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_memory=True),
     "resumed in other shards": Program(rows=29, arguments=ADAM, resume_after=6, three_ranks=True, by_memory=True),
     "the best, in shards": Program(arguments=BEST, by_memory=True),
     "bf16, in shards": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True),
