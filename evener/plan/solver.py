@@ -41,19 +41,21 @@ def solve_shares(
     curves: Sequence[Curve],
     batch: int,
     walls: Sequence[int],
-    passes: bool,
+    passes: bool | Sequence[bool],
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """Rows of each device, `quantum` or more, that sum to `batch` and are done first; None if they don't fit.
 
-    A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without `passes` no share is
-    above its wall. `extras` are the seconds that each further pass costs a device beside its rows.
+    A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without `passes`, of all or
+    of each device, no share is above its wall. `extras` are the seconds that each further pass costs a device beside
+    its rows.
     """
     more = extras or (0.0,) * len(curves)
+    cut = (passes,) * len(curves) if isinstance(passes, bool) else passes
     devices = [
         DeviceCurve(i, PassCurve(curve, wall, wall, more[i]), batch)
-        if wall and passes
+        if wall and cut[i]
         else DeviceCurve(i, curve, min(wall or batch, batch))
         for i, (curve, wall) in enumerate(zip(curves, walls, strict=True))
     ]

@@ -199,7 +199,7 @@ class PlannedTraining:
         self.end()
         self.timer.begin(tuple(sizes))
         self.watch_optimizers()
-        self.weights.begin(sizes)
+        self.weights.batches.begin(sizes)
 
     def watch_optimizers(self) -> None:
         """Have optimizers refuse gradients that nothing has weighted, unless a trainer's adapter weighs losses."""
@@ -383,7 +383,11 @@ class Rebalancing:
         in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
         by_parts = not self._passes and not self._training.weights.computes_at_once
         most = list(map(mul, in_pass, self._passes or [1] * planned.world))
-        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares))
+        grows = [
+            by_parts and not share.most and share.batch == own
+            for share, own in zip(shares, planned.micros, strict=True)
+        ]
+        return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares), grows)
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         if self._passes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from operator import mul
+from operator import eq, mul
 from statistics import median
 
 import msgspec
@@ -63,7 +63,8 @@ class Rebalancer:
     """Proposes new shares; fed with the same figures it decides the same, so each rank can have its own.
 
     `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of one pass that its
-    memory holds (0: unknown). Without `passes` each share is one pass. `names` are the devices', for the reasons.
+    memory holds (0: unknown). Without `passes` each share is one pass. `names` are the devices', for the reasons. A
+    wall that `grows` is a guess: a share may have a quarter more rows than one that ran, as failed ones are cut.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Rebalancer:
         most: Sequence[int],
         passes: bool,
         names: Sequence[str] = (),
+        grows: Sequence[bool] = (),
     ) -> None:
         self._curves = tuple(curves)
         self._walls = tuple(wall or math.ceil(GROWTH * share) for wall, share in zip(most, shares, strict=True))
+        self._grows = tuple(grows) or (False,) * len(shares)
         self._passes = passes
         self._limits = self._walls  # rows of a pass in force, where memory has run out too
         self._extras: list[float | None] = [None] * len(shares)  # seconds of each further pass beside its rows, if seen
@@ -131,6 +134,7 @@ class Rebalancer:
             self._limits = known
             self._begin(self.shares)
         self._own.append(tuple(own_work_s))
+        self._raise_walls()
         if len(self._own) == FEWEST_WINDOWS > len(self._windows) and self._learn_extras():
             self._planned = self._predict(self.shares)
             self._windows.clear()
@@ -146,6 +150,17 @@ class Rebalancer:
                 return self._change(*found, span)
             span *= 2
         return None
+
+    def _raise_walls(self) -> None:
+        """Let a share that is one pass have a quarter more rows once it has run for two windows."""
+        if len(self._own) == FEWEST_WINDOWS:
+            ran = [
+                math.ceil(GROWTH * share) if grows and count == 1 else 0
+                for share, grows, count in zip(self.shares, self._grows, self._counts, strict=True)
+            ]
+            pairs = zip(self._limits, self._walls, ran, strict=True)
+            self._limits = tuple(max(wall, most) if limit == wall else limit for limit, wall, most in pairs)
+            self._walls = tuple(map(max, self._walls, ran))
 
     def _learn_extras(self) -> bool:
         """Learn what a further pass costs from a step in more or fewer of them than before; True if that was seen.
@@ -192,7 +207,9 @@ class Rebalancer:
             return None
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras, batch = list(map(mul, factors, self._list_extras())), sum(self.shares)
-        shares = solve_shares(curves, batch, self._limits, self._passes, self._quantum, extras)
+        guesses = map(mul, self._grows, map(eq, self._limits, self._walls))  # which will be above that soon
+        cut = [self._passes and not guess for guess in guesses]
+        shares = solve_shares(curves, batch, self._limits, cut, self._quantum, extras)
         if shares is None or shares == self.shares:
             return None
         seconds = self._predict(shares)

@@ -132,6 +132,30 @@ def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
     assert change.micros[0] == 100 * GROWTH
 
 
+@pytest.mark.parametrize("least", [0.008, 0.014, 0.020, 0.026])
+@pytest.mark.parametrize("room", [16, 32, 64])
+def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, room: int) -> None:
+    """It leaves the second rank room for passes of so many rows, and each pass takes the host a least time.
+
+    The first rank's memory isn't known: its passes grow with those that ran, and aren't cut by a guess.
+    """
+    rule = Rebalancer((128, 128), proportional_curves((128, 128)), (160, 160), True, grows=(True, True))
+
+    def find_own(shares: tuple[int, ...], micros: tuple[int, ...]) -> list[float]:
+        passes = [split_passes(*each) for each in zip(shares, micros, strict=True)]
+        return [sum(max(least, 0.00022 * rows) for rows in each) for each in passes]
+
+    micros = (128, 128)
+    for number in range(60):
+        most = room if number >= 10 else 256
+        micros = (micros[0], min(micros[1], most))
+        own = find_own(rule.shares, micros)
+        if change := rule.observe(5 * number + 4, own, rule.shares, (0, most % 256)):
+            micros = (change.micros[0], min(change.micros[1], most))
+    best = min(max(find_own((rows, 256 - rows), (256, room))) for rows in range(8, 256, 8))
+    assert max(find_own(rule.shares, micros)) <= 1.02 * best
+
+
 def test_windows_of_other_rows_and_figures_that_are_none_count_for_nothing() -> None:
     rebalancer = Rebalancer((100, 100), proportional_curves((100, 100)), (200, 200), False)
     for step in range(50):
