@@ -25,7 +25,7 @@ from ..torch_rows.structure import cut_rows, each_tensor, tensors_in
 from ..training.loss_check import LossMeaning
 from ..training.retreat import say
 from .batch import Part
-from .collectives import refuse_meeting
+from .collectives import average, refuse_meeting
 from .exchange import list_exchanges
 from .retry import describe_memory, drop_frames, free_memory, is_out_of_memory, runs_short
 from .weights import BatchWeights, WholeBatchLoss
@@ -108,7 +108,7 @@ class OptimizerCheck:
         self.trainer: Callable[[], Any] = lambda: None
         self.steps_schedules = True  # once for a batch, where accelerate steps them once for each process
         self._watched: set[type] = set()
-        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # by their parameters
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
@@ -117,31 +117,32 @@ class OptimizerCheck:
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:  # else its backward passes follow
             check_summed(optimizer)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        found = hash(tuple(id(each) for group in optimizer.param_groups for each in group["params"]))
         trainer = self.trainer()
-        known, by_loss = self._counts.get(optimizer) == count, isinstance(optimizer, LBFGS)
+        known, by_loss = self._known.get(optimizer) == found, isinstance(optimizer, LBFGS)
         if (known and not by_loss) or trainer is None or not trainer.batches.is_training():
             return None
         if closure is None:
-            return self._look(optimizer, count, trainer)
+            return self._look(optimizer, found, trainer)
 
         def checked() -> Any:
             loss = closure()
             if not known:
-                self._look(optimizer, count, trainer)
-            return trainer.average(loss, optimizer.param_groups[0]["params"][0].device) if by_loss else loss
+                self._look(optimizer, found, trainer)
+            device = optimizer.param_groups[0]["params"][0].device
+            return average(loss, trainer.sizes, device, trainer.timer) if by_loss else loss
 
         if len(arguments) > 1:
             return (arguments[0], checked, *arguments[2:]), keywords
         return arguments, {**keywords, "closure": checked}
 
-    def _look(self, optimizer: Any, count: int, trainer: Any) -> None:
+    def _look(self, optimizer: Any, found: int, trainer: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         trained = [each for each in parameters if isinstance(each, Parameter) and each.grad is not None]
         if trained:
             trainer.check_trained(trained)
             check_memory(optimizer, trained)
-            self._counts[optimizer] = count
+            self._known[optimizer] = found
             self._watch_schedules()
 
     def _watch_schedules(self) -> None:
@@ -153,7 +154,7 @@ class OptimizerCheck:
         step = kind.step
 
         def step_once(schedule: Any, *arguments: Any, **keywords: Any) -> None:
-            if any(getattr(each, "optimizer", each) in self._counts for each in schedule.optimizers):
+            if any(getattr(each, "optimizer", each) in self._known for each in schedule.optimizers):
                 schedule.split_batches = True  # accelerate's word for a batch that all processes share
             step(schedule, *arguments, **keywords)
 

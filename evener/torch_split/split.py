@@ -270,7 +270,7 @@ class Split:
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
-        self._weights.begin(sizes)
+        self._weights.batches.begin(sizes)
 
     def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
         """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `split.mean`.

@@ -15,7 +15,6 @@ from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
 from . import wrapped as model_checks
 from .batch import BatchTracker, TakenBatch
-from .collectives import average
 from .exchange import Exchange, exchanged_parameters
 from .noise import NoiseSampler, refuse_noise
 from .own_work import StepTimer
@@ -159,10 +158,6 @@ class BatchWeights:
             )
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a batch of which the ranks have these rows."""
-        self.batches.begin(sizes)
-
     def open_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of this batch."""
         self.refuse_in_parts("parts")
@@ -283,10 +278,6 @@ class BatchWeights:
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
         return scaled
-
-    def average(self, loss: Any, device: Any) -> Any:
-        """The current batch's figure, made of each rank's figure of its own rows."""
-        return average(loss, self.sizes, device, self.timer)
 
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""

@@ -301,7 +301,11 @@ def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | Non
     if synchronized and world > 1:
         if pass_rows is not None:
             check_passes(model)
-        _check_weigh(weigh)
+        if weigh == "gradients":
+            raise RequestError(
+                "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
+                "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+            )
     if kinds and pass_rows is not None:
         warnings.warn(f"Batch normalization sees one pass of {pass_rows} rows, not the whole share.", stacklevel=3)
     if kinds and not synchronized and world > 1:
@@ -325,14 +329,6 @@ def check_passes(model: Any) -> None:
         raise RequestError(
             "SyncBatchNorm exchanges statistics in each pass, and the ranks have different numbers of passes.",
             "Use GroupNorm or LayerNorm, or a plan without passes (evener balance --micro off) and no lengths.",
-        )
-
-
-def _check_weigh(weigh: str) -> None:
-    if weigh == "gradients":
-        raise RequestError(
-            "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
-            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
         )
 
 

@@ -236,6 +236,20 @@ def layers_added(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Ten
     return weights(model)
 
 
+@refused("weren't in the model when split.wrap")
+def a_parameter_in_another_ones_place(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The optimizer has as many as before."""
+    split = split_by(shares)
+    net = network()
+    model, loader = split.wrap(net), split.loader(rows)
+    optimizer = sgd(model)
+    train(model, loader, optimizer)
+    net[2].weight = nn.Parameter(net[2].weight.detach().clone())
+    optimizer.param_groups[0]["params"][:] = net.parameters()
+    train(model, loader, optimizer)
+    return weights(model)
+
+
 @refused("not model.module")
 def the_model_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
