@@ -26,7 +26,7 @@ from .statistics import TIE
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
-SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends
+SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends: noise may hide one
 REFINEMENTS = 5  # sizes tried between neighbours after growth ended: halving 34 ends after five
 MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
 

@@ -21,8 +21,8 @@ from .observations import Turns
 from .statistics import TIE, relative_error, student
 
 UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
-PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes
-DRIFT_WEIGHT = 4  # turns that this assumption counts for
+PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
+DRIFT_WEIGHT = 4  # turns that this assumption counts for: two may agree by chance (95 % intervals of benchmarks.search)
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 GAIN_OF_TOLERANCE = 0.5  # the same as a part of the tolerance, up to `TIE` (tests of crawling devices)
 COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)

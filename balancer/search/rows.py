@@ -20,7 +20,8 @@ from .ranking import smallest_gain
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
-MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ...
+MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
+# worse on 13 of 240 machines of 2 to 4
 
 
 class RowDevices(DeviceModel):

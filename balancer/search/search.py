@@ -32,7 +32,7 @@ from .reading import SearchReading, result_of
 from .solo_stage import SMALL
 from .statistics import relative_half_width
 
-LEAST_STEPS = 20  # of an epoch, that a free global batch leaves
+LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
 
 
 class Search:

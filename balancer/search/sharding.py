@@ -25,7 +25,7 @@ from .observations import Observations
 from .predictions import Predictions
 from .rows import RowDevices
 
-MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone
+MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone: what else it takes shows beside it
 HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for each
 # sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory

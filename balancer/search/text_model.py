@@ -77,9 +77,9 @@ def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
     return sum(((cost.seconds(one.work) / one.seconds - 1) / one.error) ** 2 for one in points)
 
 
-DRAWN_ROWS = 512  # that a prediction deals, or one batch
-SMALLEST_BATCH = 4  # rows for each device, of a free global batch
-LARGEST_BATCH = 1024  # rows that are worth a prediction
+DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
+SMALLEST_BATCH = 4  # rows for each device, of a free global batch: fewer can't be dealt by cost
+LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 

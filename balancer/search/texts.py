@@ -24,7 +24,7 @@ from .solo_stage import MOST_PASSES, SMALL
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
-LONG_ENOUGH = 3.0  # times as long as the first pass: enough to show what tokens cost
+LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are what tokens cost
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
