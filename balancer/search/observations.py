@@ -141,15 +141,6 @@ class Observations:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
 
-    def first_turn(self, layout: Layout) -> int:
-        """The first turn that says how fast it is now."""
-        return max(self._slower_from(i) for i in layout.active)
-
-    def _slower_from(self, position: int) -> int:
-        """The turn of the device's last check, if it was held back then: what it was before is over."""
-        checks = self.raced(position, "check")
-        return checks[-1].probe.turn if checks and checks[-1].held_back(position) else FIRST_TURN
-
     def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
         """The numbers of all its turns, those in which a device was held back too."""
         raced = {one.probe.turn for one in self.timed_in(layout, stage)}

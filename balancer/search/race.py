@@ -117,14 +117,14 @@ class Race:
         probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self._options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
-        return Probe(layout, stage, seconds, self._seen.first_turn(layout))
+        return Probe(layout, stage, seconds, FIRST_TURN)
 
     def _once_more(self) -> Probe | None:
         """A layout again of which a device was held back the only time that it was measured."""
         for layout, turns in self.turns.items():
             if len(turns) != 1 or not all(one.held_back() for one in turns.values()):
                 continue
-            turn = max(max(self._seen.turns_taken(layout, "race")) + 1, self._seen.first_turn(layout))
+            turn = max(self._seen.turns_taken(layout, "race")) + 1
             if self._budget.affords(layout, "race", turn=turn, reserved=self._budget.least_seconds(layout)):
                 return Probe(layout, "race", self._budget.probe_seconds(layout, "race", len(self.turns)), turn)
         return None
@@ -151,9 +151,7 @@ class Race:
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
         """The next rival of the open turn, or of a new one."""
         turns = {one.layout: self._seen.turns_taken(one.layout, stage) for one in rivals}
-        now = max(
-            [FIRST_TURN, *map(self._seen.first_turn, turns), *(max(taken, default=0) for taken in turns.values())]
-        )
+        now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
             due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
             if due:
