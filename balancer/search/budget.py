@@ -17,6 +17,7 @@ from statistics import median
 from ..families import family_of
 from ..types import Layout, Problem, Stage, Timed
 from .layouts import LayoutOptions
+from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import smallest_gain
 
@@ -29,7 +30,6 @@ LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
-CLEAR_GROWTH = 1.2  # factor: step times must differ by more to show how tuning grows with them (TensorFlow, recorded)
 GROWS = 0.65  # of the budget: packs grow until then, and later turns follow
 LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
 
@@ -246,7 +246,7 @@ class Budget:
         slopes = []
         for steps in alone.values():
             (quick, first), (slow, last) = min(steps), max(steps)
-            if slow > CLEAR_GROWTH * quick:
+            if slow > SAFE_GROWTH * quick:
                 slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
         return median(slopes) if slopes else 0.0
 

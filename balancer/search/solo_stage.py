@@ -17,7 +17,7 @@ from evener.shares.curves import Curve, PassCurve
 from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 from ..types import Probe, solo
-from .budget import Budget
+from .budget import BASE_SECONDS, Budget
 from .machine_model import most_in_one
 from .model.hope import hopeful_curve
 from .model.memory import BLIND_GROWTH, WIDE
@@ -30,7 +30,6 @@ MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve 
 SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
 MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
-LEAST_ROUND = 2.0  # seconds: shorter rounds cost the same (flat, then linear, in 20 s)
 
 
 class SoloStage:
@@ -73,7 +72,8 @@ class SoloStage:
         costs = {i: self._seconds(i, batch) for i, batch in due.items()}
         order = sorted(due, key=lambda i: costs[i])
         counts = range(1, len(order) + 1)
-        best = max(counts, key=lambda n: math.fsum(hopes[i] for i in order[:n]) / max(costs[order[n - 1]], LEAST_ROUND))
+        ends = [max(costs[i], BASE_SECONDS["solo"]) for i in order]
+        best = max(counts, key=lambda n: math.fsum(hopes[i] for i in order[:n]) / ends[n - 1])
         kept = order[:best]
         layout = solo(self._problem.devices, kept[-1], due[kept[-1]])  # without a second batch there is no curve
         affordable = self._budget.affords(layout, "race", self._step(kept[-1], due[kept[-1]]))

@@ -19,10 +19,11 @@ MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a 
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
 WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200), so passes of
 # texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one is cut at its geometric mean
-SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes)
-SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps)
+SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes); and used
+# of the free memory if its line bends upwards (bent memory: 11 more run out without)
+SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
+# steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
 TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
-BELIEVED = 0.7  # of the free memory: used if the line bends upwards (bent memory: 4 more run out without)
 UNBOUNDED = 1 << 30  # samples
 
 
@@ -100,7 +101,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def predict_largest(self) -> int | None:
         """The largest batch that fits by the line; None: unknown, or unbounded.
 
-        If the slope grew by d, assume it grows by d again, and use only 70 % of what is free.
+        If the slope grew by d, assume it grows by d again, and use only 80 % of what is free.
         """
         line = self.line
         if line is None or self.limit_bytes is None or line[1] <= 0:
@@ -109,7 +110,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         last, used = self.points[-1]
         free = self.limit_bytes - used
         more = free / (line[1] + bend) if free > 0 else free / line[1]
-        most = int(last + more * (BELIEVED if bend and free > 0 else 1.0))
+        most = int(last + more * (SAFE_SHARE if bend and free > 0 else 1.0))
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
