@@ -18,7 +18,7 @@ ROW = re.compile(r"^\| (solo|rest|split|race|check) (\d+), (\d+) \| ([\d.]+)(?: 
 
 def test_the_explained_run_is_what_the_search_does(own_folder: Path) -> None:
     """Each row of the table: the stage, the rows of both devices, and the milliseconds that were seen."""
-    steps: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    steps: dict[tuple[str, int], list[tuple[tuple[int, ...], float]]] = {}
     with closing(Session(open_run(Request("sim:gtx1080ti,gtx1080", global_batch=256)))) as session:
         for event in session.events():
             if isinstance(event, Observed) and isinstance(event.seen, Timed):
@@ -26,7 +26,10 @@ def test_the_explained_run_is_what_the_search_does(own_folder: Path) -> None:
                 shares = probe.layout.shares if probe.stage != "solo" else (max(probe.layout.shares),)
                 found = steps.setdefault((probe.stage, probe.turn), [])
                 found.append((shares, round(1000 * event.seen.step_seconds, 1)))
-    seen = [(stage, sum((one for one, _ in found), ()), [ms for _, ms in found]) for (stage, _), found in steps.items()]
+    seen = [
+        (stage, tuple(rows for shares, _ in found for rows in shares), [ms for _, ms in found])
+        for (stage, _), found in steps.items()
+    ]
     rows = [
         (stage, (int(one), int(other)), [float(ms) for ms in times if ms])
         for stage, one, other, *times in ROW.findall(PAGE.read_text(encoding="utf-8"))
