@@ -114,7 +114,7 @@ def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
     if memory.line is None or peak is None or share in dict(memory.points):
         return []
     predicted = memory.line[0] + memory.line[1] * share
-    points = " and ".join(str(batch) for batch, _ in memory.apart[-2:]) + (", unsure" if memory.unsure else "")
+    points = " and ".join(str(batch) for batch, _ in memory.apart[-2:])
     return [str(share), points, f"{predicted / MIB:,.0f}", f"{peak / MIB:,.0f}", f"{predicted / peak:.3f}"]
 
 

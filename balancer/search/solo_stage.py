@@ -72,7 +72,7 @@ class SoloStage:
         costs = {i: self._seconds(i, batch) for i, batch in due.items()}
         order = sorted(due, key=lambda i: costs[i])
         counts = range(1, len(order) + 1)
-        ends = [max(costs[i], BASE_SECONDS["solo"]) for i in order]
+        ends = [max(costs[i], BASE_SECONDS["race"]) for i in order]
         best = max(counts, key=lambda n: math.fsum(hopes[i] for i in order[:n]) / ends[n - 1])
         kept = order[:best]
         layout = solo(self._problem.devices, kept[-1], due[kept[-1]])  # without a second batch there is no curve

@@ -23,7 +23,6 @@ SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (rec
 # of the free memory if its line bends upwards (bent memory: 11 more run out without)
 SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
 # steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
-TELLING = 0.02  # of the bytes: a smaller rise over a doubled batch leaves the line unsure (an optimizer's peak)
 UNBOUNDED = 1 << 30  # samples
 
 
@@ -87,17 +86,6 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         slope = max(0.0, (m1 - m0) / (b1 - b0))
         return m1 - slope * b1, slope
 
-    @property
-    def unsure(self) -> bool:
-        """True if memory rose under 2 % over a doubled batch, so that the slope isn't trusted.
-
-        The optimizer's own peak may hide what samples take.
-        """
-        if len(self.apart) < 2:
-            return False
-        (b0, m0), (b1, m1) = self.apart[-2:]
-        return b1 >= 2 * b0 and m1 - m0 < TELLING * m1
-
     def predict_largest(self) -> int | None:
         """The largest batch that fits by the line; None: unknown, or unbounded.
 
@@ -126,18 +114,17 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
         With `hoped`, the largest that may fit after all, however many tries lie before it; two that failed are enough.
         """
-        above = min(cap, max(quantum, self.ran * BLIND_GROWTH // quantum * quantum)) if self.unsure else cap
-        if above <= self.ran or (
+        if cap <= self.ran or (
             self.failed is not None and self.failed - self.ran <= max(quantum, SAME_BATCH * self.ran)
         ):
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
-            return max(self.ran, min(guess, above)) // quantum * quantum
+            return max(self.ran, min(guess, cap)) // quantum * quantum
         wanted = self.ran * BLIND_GROWTH
         if self.failed is not None:
             wanted = self.failed - quantum if hoped and self.failures < 2 else self._middle(self.failed)
-        return min(above, max(quantum, wanted)) // quantum * quantum
+        return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """The largest batch worth trying in a split: the next guess if bytes are known or `bold`, else what ran."""

@@ -127,17 +127,6 @@ def test_a_line_that_is_unknown_flat_or_falling_predicts_nothing() -> None:
     assert Memory(10**6, ((8, 2000), (64, 1500)), 64).line == (1500, 0)
 
 
-def test_a_nearly_flat_line_is_unsure() -> None:
-    """Less than 2 % more bytes for twice the samples or more."""
-    flat = Memory(10**6, ((8, 10_000), (64, 10_100)), 64)
-    assert flat.unsure
-    assert flat.largest_to_try(10**6) == 512
-    assert not Memory(10**6, ((8, 10_000), (64, 10_300)), 64).unsure
-    assert not Memory(10**6, ((60, 10_000), (64, 10_010)), 64).unsure
-    after = Memory(10**6, ((8, 10_000), (64, 10_100), (512, 50_000)), 512)
-    assert not after.unsure
-
-
 def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
     """Between points, beyond them, and in proportion from one point alone."""
     bent = Memory(None, ((100, 2000), (200, 4000), (300, 9000)), 300)
