@@ -20,7 +20,7 @@ from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, lay
 from .budget import Budget
 from .layouts import BALANCE
 from .machine_model import MachineModel
-from .model.evidence import DeviceEvidence, read_device
+from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .observations import Observations
 from .predictions import Predictions
 from .rows import RowDevices
@@ -29,7 +29,6 @@ MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured al
 HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for each
 # sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 LEAST_PART = 1 / 8  # of an even part: what rows leave a device of the state, if it has the memory
-POINTS = 2  # of each device: parts of state don't move once a step was measured with them
 DIGITS = 4  # of a part
 
 
@@ -96,7 +95,7 @@ class Sharding:
         first = Observations(self._problem)
         for position in range(self._problem.devices):
             own = sorted((one for one in alone if one.probe.layout.shares[position]), key=lambda one: one.probe.turn)
-            for one in own[:POINTS]:
+            for one in own[:FEWEST_SIZES]:  # parts of state don't move once a step was measured with them
                 first.add(self._as_rows(one))
         return [self._need(read_device(first, position)) for position in range(self._problem.devices)]
 

@@ -20,7 +20,7 @@ from .step_time import SAME_BATCH, Point, fit_curve
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
-FEWEST_COMMON = 2  # batches in common: one shows either a fixed cost or a slope
+FEWEST_SIZES = 2  # batches, in common with another device too: one shows either a fixed cost or a slope
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
@@ -213,7 +213,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     if one.lost or other.lost:
         return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    if len(pairs) < FEWEST_COMMON:
+    if len(pairs) < FEWEST_SIZES:
         return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
     errors = [math.hypot(a.sure_error, b.sure_error) for a, b in pairs]
