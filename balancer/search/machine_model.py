@@ -118,14 +118,14 @@ class MachineModel:
         return tuple(curves)
 
     def solo_points(self, position: int) -> tuple[Point, ...]:
-        """A device's solo points; with one device left also those at rest, as nothing contends."""
+        """A device's solo points; those at rest beyond them, and with one device left all, as nothing contends."""
         device = self.devices[position]
-        return (*device.alone, *device.at_rest) if not device.alone or len(self.live) == 1 else device.alone
+        known = max((p.batch for p in device.alone), default=0) if len(self.live) > 1 else 0
+        return (*device.alone, *(p for p in device.at_rest if p.batch > known))
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
         """A device's solo points, measured while the others work too, and the points of its own part of splits."""
-        device = self.devices[position]
-        return (*device.alone, *device.in_splits)
+        return (*self.solo_points(position), *self.devices[position].in_splits)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:

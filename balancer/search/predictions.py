@@ -18,7 +18,6 @@ from .machine_model import ExchangeCosts, MachineModel
 from .ranking import COMES_TRUE, smallest_gain
 from .statistics import TIE
 
-INSURED = 0.85  # of the tolerance: a small loss more passes, or the fastest wins, with twice the batch (kernel_down)
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
 LIKELY_SETS = 2  # of the best sets of hosts, or of efficient devices; with all hosts no worse than every set of 150
@@ -169,17 +168,8 @@ class Predictions:
         reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit))
         return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
 
-    @cached_property
-    def tolerable(self) -> Allocation | None:
-        """The smallest global batch predicted to be within the tolerance of the fastest; None for a fixed batch."""
-        return self._within(1.0)
-
-    @cached_property
-    def insured(self) -> Allocation | None:
-        """The smallest batch within 85 % of the tolerance: a little slower than predicted, it is still within it."""
-        return self._within(INSURED)
-
-    def _within(self, part: float) -> Allocation | None:
+    def within(self, part: float) -> Allocation | None:
+        """The smallest global batch predicted to be within this part of the tolerance; None for a fixed batch."""
         problem, quantum = self._problem, self._quantum
         tops = [found.samples_per_second for found in (self.fastest_split, self.fastest_single) if found]
         if problem.global_batch is not None or not problem.tolerance or not tops:

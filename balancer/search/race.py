@@ -116,8 +116,13 @@ class Race:
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
         probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self._options.needs_more_children else 0.0
-        seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
+        seconds = self._budget.probe_seconds(layout, "race", probes, self._step_to_win(layout), reserved)
         return Probe(layout, stage, seconds, FIRST_TURN)
+
+    def _step_to_win(self, layout: Layout) -> float | None:
+        """Seconds of a step as fast as the best: longer than such a probe, the first ends it (useless)."""
+        best = max((throughput(turns).value for turns in self.turns.values() if turns), default=0.0)
+        return layout.global_batch * layout.processes / best if best else None
 
     def _once_more(self) -> Probe | None:
         """A layout again of which a device was held back the only time that it was measured."""

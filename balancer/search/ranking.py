@@ -104,14 +104,17 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
         within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
         return max([leader, *within], key=lambda one: value_of(objective, turns[one.layout]))
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
-        within = [one for one in ran if one.synchronous and _tolerable(gaps[one.layout], problem.tolerance)]
+        lead = turns[leader.layout]
+        within = [one for one in ran if one.synchronous and is_tolerable(turns[one.layout], lead, problem.tolerance)]
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
     margin = min(TIE, problem.tolerance)
     close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
     return min(close, key=lambda one: (one.simplicity, -throughput(turns[one.layout]).value))
 
 
-def _tolerable(gap: Interval, tolerance: float) -> bool:
+def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
+    """Whether a layout is slower than the leader by no more than the tolerance, or less than can be told."""
+    gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
 

@@ -16,10 +16,11 @@ from .decisions import plan_curves
 from .device_model import DeviceModel
 from .layouts import split_evenly
 from .predictions import LIKELY_SETS, Predictions
-from .ranking import smallest_gain
+from .ranking import is_tolerable, smallest_gain, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
+PARTS = (1.0, 0.85, 0.5, 0.25)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
 MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
 # worse on 13 of 240 machines of 2 to 4
 
@@ -147,20 +148,30 @@ class RowDevices(DeviceModel):
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Predicted splits that should be faster than the chosen one, or as good with another global batch.
+        """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
+        fastest = self.predictions.fastest_split
+        found = list(self._smaller(chosen))
+        gain = smallest_gain(self._problem.tolerance)
+        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
+            found.append(self.predictions.layout(fastest))
+        return [layout for layout in found if self._model.bounds.surely_hold(layout)]
+
+    def _smaller(self, chosen: Layout) -> Iterator[Layout]:
+        """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
 
         Where exploration has measured the smallest good batch, another one like it isn't worth a race.
         """
-        predictions, fastest = self.predictions, self.predictions.fastest_split
-        wanted = [
-            one
-            for one in (predictions.tolerable, predictions.insured)
-            if one and one.global_batch != chosen.global_batch
-        ]
-        gain = smallest_gain(self._problem.tolerance)
-        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
-            wanted.append(fastest)
-        return [layout for layout in map(predictions.layout, wanted) if self._model.bounds.surely_hold(layout)]
+        raced = {one.probe.layout for one in self._seen.timed_race()}
+        turns = {layout: self._seen.turns(layout) for layout in {*raced, *self._split_rates()}}
+        leader = max(turns.values(), key=lambda one: throughput(one).value)
+        for part in PARTS:
+            wanted = self.predictions.within(part)
+            if wanted is None or wanted.global_batch == chosen.global_batch:
+                return
+            layout = self.predictions.layout(wanted)
+            yield layout
+            if layout not in turns or is_tolerable(turns[layout], leader, self._problem.tolerance):
+                return
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""

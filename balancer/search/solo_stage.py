@@ -223,7 +223,8 @@ class SoloStage:
         known = self._fastest([self._in_passes(one) for one in ran])
         if known is None:
             return math.inf
-        error = max(curve.error for i in self._model.live if (curve := self._straight[i]))
+        errors = (share * curve.error for i, share in wanted.shares if (curve := self._straight[i]))
+        error = math.fsum(errors) / wanted.global_batch
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, position: int, share: int) -> bool:

@@ -145,7 +145,7 @@ def test_predictions_are_what_brute_force_finds() -> None:
     single = found.fastest_single
     assert single is not None
     assert found.layout(single) == solo(2, 0, 600)
-    assert found.tolerable is None
+    assert found.within(1.0) is None
     assert found.single_rate == pytest.approx(600 / 0.07, rel=1e-3)
     slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
     rested = Predictions(model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from evener.balancer.search.predictions import INSURED
+from evener.balancer.search.rows import PARTS
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout
 from tests.support.search_machines import Bench, benches, searched
@@ -32,11 +32,11 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
     search = searched_with(None, 1.0)
     best, (rate, batch) = search.best(), BENCH.best()
     assert best is not None
-    smallest, insured, *_ = splits(search)
+    smallest, *others = splits(search)
     assert best.layout == smallest
     assert 0.978 <= BENCH.rate(smallest) / rate <= 0.985
     assert batch > 1.3 * smallest.global_batch
-    assert smallest.global_batch < insured.global_batch < 1.2 * smallest.global_batch
+    assert all(other.global_batch > 1.3 * smallest.global_batch for other in others)  # one like it isn't worth a race
 
 
 @pytest.mark.parametrize("factor", [1.007, 1.012, 1.05])
@@ -63,11 +63,11 @@ def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) ->
     """The less that may be missed, the larger the batch; each misses no more than it may."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
     found = search._reading.predictions
-    if found.tolerable and found.insured:
-        fastest = max(one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one)
-        assert found.insured.global_batch >= found.tolerable.global_batch
-        assert found.tolerable.samples_per_second >= fastest * (1 - 0.02 - 1e-6)
-        assert found.insured.samples_per_second >= fastest * (1 - 0.02 * INSURED - 1e-6)
+    fastest = max(one.samples_per_second for one in (found.fastest_split, found.fastest_single) if one)
+    smallest = [(part, one) for part in PARTS if (one := found.within(part))]
+    assert [one.global_batch for _, one in smallest] == sorted(one.global_batch for _, one in smallest)
+    for part, one in smallest:
+        assert one.samples_per_second >= fastest * (1 - 0.02 * part - 1e-6)
 
 
 def test_batches_are_not_doubled_for_a_gain_that_the_tolerance_leaves() -> None:
