@@ -20,8 +20,8 @@ from ..types import Probe, solo
 from .budget import BASE_SECONDS, Budget
 from .machine_model import most_in_one
 from .model.hope import hopeful_curve
-from .model.memory import BLIND_GROWTH, WIDE
-from .model.step_time import SAME_BATCH, merge_points
+from .model.memory import BLIND_GROWTH
+from .model.step_time import SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 from .statistics import TIE

@@ -18,7 +18,7 @@ from .budget import Budget
 from .decisions import explain_too_long
 from .device_model import DeviceModel
 from .layouts import RETREATS, split_evenly
-from .model.memory import WIDE
+from .model.step_time import WIDE
 from .observations import MOST_TURNS
 from .solo_stage import MOST_PASSES, SMALL
 from .text_model import LARGEST_BATCH, TextModel

@@ -13,12 +13,10 @@ from functools import cached_property
 import msgspec
 
 from ...types import OutOfMemory, Timed
-from .step_time import LEVEL, SAME_BATCH
+from .step_time import LEVEL, SAME_BATCH, WIDE
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
 BLIND_GROWTH = 8  # times what ran: as far as a batch may grow where nothing tells, and a curve is trusted (large_only)
-WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200), so passes of
-# texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one is cut at its geometric mean
 SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (recorded plans have such passes); and used
 # of the free memory if its line bends upwards (bent memory: 11 more run out without)
 SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);

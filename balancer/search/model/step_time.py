@@ -25,6 +25,9 @@ LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slo
 LEAST_ERROR = 0.0005  # relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
 LINE_ERRORS = 2.5  # a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
 
+WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer, recorded on an H200) and the width of
+# stairs (stall), so passes of texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one
+# is cut at its geometric mean
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
@@ -250,9 +253,15 @@ def fit_stairs(points: Sequence[Point]) -> Stairs | None:
         if rise < LINE_ERRORS * error:  # a smaller one could explain anything (noise of stall)
             break
         levels = [round((point.seconds - low) / rise) for point in points]
-        if len(set(levels)) < len(levels) and (found := _explain(points, levels)):
+        if len(set(levels)) < len(levels) and _shows_width(points, levels) and (found := _explain(points, levels)):
             return found
     return None
+
+
+def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
+    """True of three levels, or if no wide gap hides the one rise: else many widths explain them."""
+    rise = bisect_left(levels, levels[0] + 1)
+    return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
