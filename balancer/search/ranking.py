@@ -113,7 +113,7 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
-    """Whether a layout is slower than the leader by no more than the tolerance, or less than can be told."""
+    """True if a layout is slower than the leader by at most the tolerance, or by less than turns can show."""
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
