@@ -47,7 +47,7 @@ class SplitStage:
         ends_with: Stage = stage if self._model.splits else "race"
         least = self._budget.least_seconds(layout, seconds)
         if self._budget.affords(layout, ends_with, seconds, reserved=after) and (
-            not after or self._budget.has_time(least)
+            not after or self._budget.has_time(least, after)
         ):
             left = MOST_TURNS - len(self._model.splits)
             return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, seconds))
