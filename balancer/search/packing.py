@@ -20,7 +20,7 @@ from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, RETREATS
 from .machine_model import MachineModel
-from .model.memory import Memory
+from .model.memory import MARGIN, Memory
 from .ranking import throughput
 from .statistics import TIE
 
@@ -128,7 +128,8 @@ class Packing:
             return MOST_PROCESSES
         fixed = self._problem.global_batch is not None
         held = self._memory.bytes_at(self._single.global_batch if fixed else self._problem.multiple_of)
-        return max(1, min(MOST_PROCESSES, int(MEMORY_SHARE * limit / held))) if held > 0 else MOST_PROCESSES
+        share = 1 - MARGIN if fixed else MEMORY_SHARE  # a fixed batch can't be made smaller (comparisons 229 and 337)
+        return max(1, min(MOST_PROCESSES, int(share * limit / held))) if held > 0 else MOST_PROCESSES
 
     @cached_property
     def _memory(self) -> Memory:
