@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.search import Search
 from evener.balancer.types import OutOfMemory, Probe, Problem, Timed
 
@@ -74,10 +73,9 @@ def _step_on(probe: Probe, limits: tuple[int, ...]) -> Timed | OutOfMemory:
     return Timed(probe, step, step * 0.999, step * 1.001, 20, used, own, step, 2.0)
 
 
-def test_memory_that_hardly_rises_tells_no_slope_and_is_not_trusted_far() -> None:
+def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
     """8 GiB and 5 GiB, as capped GPUs had them: each runs out at most twice, and the plan nearly fills the smaller."""
     limits = (8 << 30, 5 << 30)
-    assert Memory(limits[0], ((8, 1573 << 20), (64, 1574 << 20)), ran=64).largest_to_try(1 << 20) == 8 * 64
     search = Search(Problem(2, limits, tolerance=0.0, budget_seconds=120.0, micro=False))
     full = [0, 0]
     while probes := search.ask():
