@@ -81,27 +81,6 @@ class LatePart:
         return getattr(getattr(self._compiler.load(), self._name), name)
 
 
-class LateStance:
-    """A stance towards compiling within a block, which the compiler takes if it is imported there."""
-
-    def __init__(self, compiler: LateCompiler, stance: str) -> None:
-        self._compiler, self._stance = compiler, stance
-        self._taken: Any = None
-
-    def __enter__(self) -> None:
-        self._compiler.stances.append(self)
-
-    def __exit__(self, *error: Any) -> None:
-        self._compiler.stances.remove(self)
-        if self._taken is not None:
-            self._taken.__exit__(*error)
-
-    def take(self, compiler: Any) -> None:
-        """By the compiler itself."""
-        self._taken = compiler.set_stance(self._stance)
-        self._taken.__enter__()
-
-
 class LateCompiler(ModuleType):
     """In place of `torch._dynamo`, which is imported as soon as something else of it is asked for.
 
@@ -111,7 +90,6 @@ class LateCompiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._left_alone: list[Any] = []
-        self.stances: list[LateStance] = []
         self.trace_rules = LatePart(self, "trace_rules", clear_lru_cache=lambda: None)  # what a process group does
         self.utils = LatePart(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # DistributedDataParallel
 
@@ -135,20 +113,11 @@ class LateCompiler(ModuleType):
             del sys.modules[COMPILER]
             for each in self._left_alone:
                 vars(each).pop("__dynamo_disable", None)
-            compiler = import_module(COMPILER)
-            for stance in self.stances:
-                stance.take(compiler)
         return import_module(COMPILER)
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
         """What optimizers tell it in each step."""
-
-    def set_stance(self, stance: str, **options: Any) -> Any:
-        """What the check of a loss takes: nothing is compiled meanwhile."""
-        if any(options.values()) or sys.modules.get(COMPILER) is not self:
-            return self.load().set_stance(stance, **options)
-        return LateStance(self, stance)
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
         """The function as it is; PyTorch keeps it in an attribute."""
