@@ -37,8 +37,8 @@ from evener.balancer.session import Session
 from evener.devices.discover import discover, open_source
 from evener.devices.sampler import Sampler
 from evener.live.reporter import Reporter
-from evener.tui.cli.monitor import snapshot_text
 from evener.tui.view.cells import UNICODE
+from evener.tui.view.plain import snapshot_text
 
 LOOK_SECONDS = 0.5
 KEY_SECONDS = 1.7

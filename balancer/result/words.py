@@ -29,11 +29,12 @@ from ..number_format import (
     percent,
     rate,
     size,
+    step_time,
     write_share,
 )
 from ..objectives import find_objective
 from ..types import Finding
-from . import learning
+from . import learning, outlook
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -56,7 +57,9 @@ AT = {  # what a rank is at
 OTHERS = {"": "", "wait": "; the others wait for it", "unknown": "; where the others are isn't known yet"}
 RIVALS = {"even": "the even split", "even_by_rows": "the even split by number of rows"}
 BETWEEN = {  # the parts of a text, by the first word of their code, or of the codes of two; "; " between the others
-    **dict.fromkeys(("epoch", "budget", "advice", "unknown", "hosts", "objective", "learning", "rate"), ". "),
+    **dict.fromkeys(
+        ("epoch", "budget", "advice", "unknown", "hosts", "objective", "outlook", "learning", "rate"), ". "
+    ),
     "gain gain": " and ",
     "fault failure": ": ",
     "figure": ": ",
@@ -87,6 +90,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda share: percent(share, 0 if share >= 0.02 else 1),
     "rough": lambda share: percent(share, 0 if share >= 0.005 else 1),
     "size": size,
+    "millions": outlook.write_millions,
     "duration": duration,
     "share": lambda share: write_share(*share),
     "also": lambda knobs: "".join(f", {KNOBS.get(knob, knob)}" for knob in knobs),
@@ -106,6 +110,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "command": shlex.join,
     "hosts": lambda hosts: f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else "",
     "framework": lambda name: "" if name == "none" else f" ({name})",
+    "built": lambda seconds: f"built in {duration(seconds)} and stepped" if seconds else "stepped",
+    "stepped": lambda steps: join_words([f"{step_time(seconds)} with {batch} samples" for batch, seconds in steps]),
     "shares": join_shares,
     "ratios": lambda ratios: ":".join(f"{ratio:.3f}" for ratio in ratios),
     "error": lambda share: "" if percent(share, 1) == percent(0.0, 1) else f" ± {percent(share, 1)}",
@@ -251,11 +257,9 @@ SENTENCES = {
     "fault.no_lengths": "{workload} gives no lengths of its rows, or all are equal, so tokens can't be counted",
     "fault.out_of_memory": "Out of memory{devices:on}: {why}",
     "fault.training": "The training failed: {why}",
-    "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: the devices have"
-    " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of gathered units and the activations of"
-    " a row",
-    "failure.shards_row": "in shards {devices:and} ran out of memory too, without the state",
-    "failure.shards_failed": "in shards it failed: {why}",
+    "fault.workload": "The workload fails: {why}",
+    "fault.no_step": "No step ended within {budget_seconds:g} s",
+    "fault.no_sample": "Not even one sample fits on {device}",
     "failure.out_of_memory": "{device} ran out of memory with {rows:share} samples",
     "failure.failed": "{device} failed with {rows:share} samples, {why}",
     "failure.shared": "{devices:and} failed, {why}",
@@ -315,6 +319,8 @@ SENTENCES = {
     "remedy.lengths": "Leave --objective out, or see evener help workload.",
     "remedy.smaller_passes": "Use smaller batches or passes (--micro).",
     "remedy.again": "Fix that and try again.",
+    "remedy.longer_budget": "Give a longer --budget.",
+    "remedy.free_memory": "Free some of its memory.",
     **learning.SENTENCES,
     # next steps
     "next.written": "plan written to {path}",
@@ -322,6 +328,7 @@ SENTENCES = {
     "next.train": "to train by it{hosts:hosts}: {command:command}",
     "next.resume": "to go on: evener balance --resume {run}",
     "next.extend": "the run had ended, and nothing was measured; for more: evener balance --resume {run} --budget +5m",
+    **outlook.SENTENCES,
     # what holds a training up
     "held.all": "All ranks{missing:seen} have been {doing:doing} for {seconds:duration}{doing:perhaps}.",
     "held.silent": "{rank} has been {doing:doing} for {seconds:duration}{doing:perhaps}{others:waiting}.",
@@ -375,7 +382,7 @@ def write_verdict(parts: Iterable[Finding]) -> str:
 
 def make_fault(kind: type[FaultT], *parts: Finding, remedy: Finding) -> FaultT:
     """A fault of this kind that says the parts, then what to do; warnings among them are sentences of their own."""
-    joined = [one for one in parts if one.code.startswith(("fault.", "failure."))]
+    joined = [one for one in parts if one.code.startswith(("fault.", "failure.", "outlook."))]
     sentences = [write_verdict(joined), *(say(one) for one in parts if one not in joined)]
     return kind(" ".join(filter(None, sentences)), say(remedy), (*parts, remedy))
 

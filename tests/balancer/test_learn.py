@@ -66,13 +66,14 @@ def test_what_cannot_learn_is_refused_before_anything_starts() -> None:
         learn(take_in(Request(devices="sim:gtx1080")), 3.0)
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--resume"])
 def test_what_makes_no_new_search_is_refused_before_it_trains(
-    own_folder: Path, capsys: pytest.CaptureFixture[str]
+    option: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own_folder / "train.py").write_text("raise SystemExit('it was trained')\n")
-    options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "9s", "--resume", "last"]
-    assert run(["balance", *options]) == 2
-    assert "--learn and --resume can't be combined" in capsys.readouterr().err
+    options = ["-d", "cpu/1", "-w", "train.py:build", "--framework", "torch", "--learn", "9s", option]
+    assert run(["balance", *options, *["last"] * (option == "--resume")]) == 2
+    assert f"--learn and {option} can't be combined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])

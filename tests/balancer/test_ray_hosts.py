@@ -217,6 +217,11 @@ def test_what_fails_there_is_an_observation_here(devices: tuple[Device, ...]) ->
         assert kind is OutOfMemory or f"{SECOND}/CPU:1" in ill.detail
 
 
+def test_a_dry_run_builds_on_the_first_host(devices: tuple[Device, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["balance", "--dry-run", "--devices", BOTH, "--workload", "synthetic"]) == 0
+    assert f"{FIRST}/CPU:0" in capsys.readouterr().out
+
+
 def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:
     with lock_devices("", devices), pytest.raises(DeviceError, match=f"{SECOND}/CPU:1 is being measured"):
         lock_devices("", devices[1:])

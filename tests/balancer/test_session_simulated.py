@@ -25,7 +25,6 @@ from evener.devices.discover import discover
 from evener.errors import DeviceError, NoLayoutError, RequestError
 from evener.plan.file import Plan, load_plan, parse_plan, to_json, to_toml
 from evener.plan.solver import read_curves, solve_shares
-from evener.tui.cli.main import run
 
 pytestmark = pytest.mark.usefixtures("cores_of_one_user")
 PAIR = Request(devices="sim:gtx1080ti,gtx1080")
@@ -434,13 +433,3 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
     assert asked == ["sim:t4,t4"]
     assert session._run.job.request.compare is not None
     assert session._run.job.request.compare.families == ("solo", "even")
-
-
-def test_a_model_that_simulated_devices_do_not_run_is_not_named_as_if_they_had(
-    capsys: pytest.CaptureFixture[str], own_folder: Path, tmp_path: Path
-) -> None:
-    """A model of the user's own that would never return gets a plan there, whose first warning says why."""
-    (tmp_path / "hangs.py").write_text("def build():\n    while True:\n        pass\n")
-    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "-w", f"{tmp_path}/hangs.py:build"]) == 0
-    assert "hangs.py:build was not run: simulated devices have" in capsys.readouterr().out
-    assert runs.load_run("last").header.notes[0].endswith("a model of their own.")

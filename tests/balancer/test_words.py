@@ -147,7 +147,14 @@ def test_a_fault_s_codes_say_what_its_sentences_say(own_folder: Path, capsys: py
     assert (misread["code"], misread["values"]["option"]) == ("request.text", "--budget")
 
 
-def test_a_probe_has_codes_beside_its_sentences(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_and_a_probe_have_codes_beside_their_sentences(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--dry-run", "--json"]) == 0
+    outlook = json.loads(capsys.readouterr().out)
+    parts = [msgspec.convert(one, Finding) for one in outlook["findings"]["verdict"]]
+    assert write_verdict(parts) == outlook["verdict"]
+    assert parts[1].values["budget_seconds"] == outlook["budget_seconds"]
     machine = (ROOT / "tests/balancer/search/machines/flat_slow_steps.toml").read_text()
     Path("noisy.toml").write_text(re.sub(r"noise = .*", "noise = 0.5", machine))
     assert run(["probe", "-d", "sim:noisy.toml", "--batches", "64", "--seconds", "1s", "--repeat", "2", "--json"]) == 0

@@ -15,8 +15,8 @@ from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource,
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
-from evener.tui.cli.monitor import snapshot_text
 from evener.tui.view.cells import UNICODE
+from evener.tui.view.plain import snapshot_text
 
 GIB = 1 << 30
 

@@ -32,11 +32,11 @@ from evener.devices.types import Snapshot
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
-from evener.tui.cli.monitor import snapshot_text
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
 from evener.tui.text.summaries import Progress, observation_words, summary_lines
 from evener.tui.view.cells import UNICODE
+from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
 
 Target = Callable[[bytes], object]

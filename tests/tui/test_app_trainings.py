@@ -12,11 +12,11 @@ from textual.pilot import Pilot
 
 from evener.devices.types import Snapshot
 from evener.live.files import Training
-from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.trainings import TrainingPanel
 from evener.tui.text.formatting import json_text
 from evener.tui.view.cells import UNICODE
+from evener.tui.view.plain import snapshot_document, snapshot_text
 from tests.support.pilots import text, until
 from tests.support.trainings import AT_SECONDS, make_ranks
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
 from evener.learning.noise_scale import ENDLESS, NoiseScale
 from evener.live.files import LiveDevice, ShareChange, Training
-from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.view.cells import ASCII, UNICODE, Marks, cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines
+from evener.tui.view.plain import snapshot_document, snapshot_text
 from evener.tui.view.ranks import work_by_device
 from evener.tui.view.training_lines import (
     arrange_trainings,

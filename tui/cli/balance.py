@@ -1,32 +1,39 @@
-"""`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all layouts."""
+"""`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all layouts.
+
+Such a search can be resumed, and a dry run says what fits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
 
-from evener.balancer.events import Finished
+from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
+from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
 from evener.balancer.learn import learn
-from evener.balancer.request import Request
-from evener.balancer.result.words import refuse
+from evener.balancer.number_format import size
+from evener.balancer.request import Job, Request
+from evener.balancer.result.words import refuse, write_verdict
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import folded, plain
+from ..text.formatting import align, folded, json_text, plain
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines
 from .options import LENGTH, SEARCH, TRAINING, WHAT, ExportOption, JsonOption, takes_request
 from .output import check_export, terminal_columns
-from .session_runner import run_session
+from .session_runner import run_session, stopped_by_signals
 
 app = typer.Typer()
 
@@ -39,6 +46,13 @@ def balance(
         str | None, LENGTH("--budget", help=f"{REQUEST_HELP['budget']} Default: 120s. With --resume, +5m adds to it.")
     ] = None,
     resume: Annotated[str | None, LENGTH("--resume", help="Continue a run: its id, or `last`.")] = None,
+    dry_run: Annotated[
+        bool,
+        LENGTH(
+            "--dry-run",
+            help="Only build and take a few steps on one device; print what fits.",
+        ),
+    ] = False,
     learning: Annotated[
         str | None,
         LENGTH("--learn", help="First train at your script's own batch this long, to measure --noise-scale: 60s."),
@@ -51,8 +65,12 @@ def balance(
     Your own model: evener help workload.
     """
     if learning is not None:
-        request = _learn(request, learning, {"--resume": resume is not None})
+        request = _learn(request, learning, {"--resume": resume is not None, "--dry-run": dry_run})
     request, extend_seconds = _read_budget(request, budget, resume)
+    if dry_run:
+        if resume is not None or export is not None:
+            raise RequestError("--dry-run makes no plan and goes on with no run.", "Leave --resume and --export out.")
+        return _run_dry(take_in(request), as_json)
 
     def show(_session: Session, finished: Finished, labels: Sequence[str]) -> None:
         lines = summary_lines(finished.plan, labels, finished.verdict, terminal_columns(), finished.findings)
@@ -87,6 +105,54 @@ def _read_budget(request: Request, budget: str | None, resume: str | None) -> tu
         if seconds > (run.header.request.budget_seconds or math.inf):
             return request, seconds - run.seconds
     return msgspec.structs.replace(request, budget_seconds=seconds), None
+
+
+def _run_dry(job: Job, as_json: bool) -> int:
+    """Build, step and print what a search would do; returns the exit code."""
+    stop = threading.Event()
+    with stopped_by_signals(stop.set, "stopping") as caught:
+        outlook = dry_run(job, _say_phases(), stop)
+    if outlook is None:
+        return caught[0] if caught else 1
+    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(_outlook_lines(outlook))
+    print(text, flush=True)
+    return 0
+
+
+def _say_phases() -> Callable[[ProbeProgress], None]:
+    """A report that prints each phase once, as it begins."""
+    phases = set[str]()
+
+    def report(progress: ProbeProgress) -> None:
+        if progress.phase not in phases:
+            phases.add(progress.phase)
+            print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
+
+    return report
+
+
+def _outlook_json(outlook: Outlook) -> dict[str, object]:
+    findings = outlook.findings
+    return {**msgspec.to_builtins(outlook), "verdict": write_verdict(findings), "findings": {"verdict": findings}}
+
+
+def _outlook_lines(outlook: Outlook) -> list[str]:
+    """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
+    tried, *rest = outlook.findings
+    return [
+        *(f"note: {plain(note)}" for note in outlook.notes),
+        plain(write_verdict([tried]), 1000),
+        "",
+        *align([("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)], numbers_from=2),
+        "",
+        write_verdict(rest),
+    ]
+
+
+def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
+    memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
+    most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
+    return (device.label, plain(device.name, 32), memory, most)
 
 
 @app.command()

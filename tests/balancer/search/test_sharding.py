@@ -122,6 +122,16 @@ def test_what_does_not_fit_in_shards_either_is_said(own_folder: Path, capsys: py
     assert "in shards" in said
 
 
+def test_a_dry_run_says_how_large_a_model_could_be(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = smaller("4000", own_folder)
+    code, said = balance(capsys, "-d", f"sim:{path}", "--dry-run")
+    assert code == 0
+    assert "at most 537 million parameters where each device holds the model, and 2.1 billion in shards" in said
+    code, said = balance(capsys, "-d", f"sim:{MACHINE}", "--dry-run")
+    assert code == 1
+    assert "Not even one sample fits on SIM:0. AdamW in float32 trains at most" in said
+
+
 def test_a_machine_whose_devices_need_less_than_the_state_is_refused(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
