@@ -26,6 +26,7 @@ from .types import Failed, Finding, Probe, Problem, Timed
 
 BATCHES = 2  # stepped: two points give a line
 PROBE_SECONDS = 0.5
+TELLING = 0.02  # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the rows'
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):
@@ -157,7 +158,7 @@ def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
 
 
 def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem) -> int | None:
-    memory = Memory(limit_bytes, points, ran=points[-1][0] if points else 0)
-    guess = None if memory.unsure else memory.predict_largest()
+    told = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
+    guess = Memory(limit_bytes, points).predict_largest() if told else None
     bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]
     return min(bounds) if bounds else None
