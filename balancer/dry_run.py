@@ -158,7 +158,7 @@ def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
 
 
 def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem) -> int | None:
-    told = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
-    guess = Memory(limit_bytes, points).predict_largest() if told else None
+    rises = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
+    guess = Memory(limit_bytes, points).predict_largest() if rises else None
     bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]
     return min(bounds) if bounds else None
