@@ -47,7 +47,13 @@ def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
 
 
 def run_saving_script(folder: Path, rank: int, script: str) -> None:
-    """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`."""
+    """As `run_script`, with the rank's folder as its word, where it saves `0.pt`, `1.pt`.
+
+    The group ends with the process: PyTorch may hang where a script leaves it while its DistributedDataParallel lives.
+    """
+    import torch.distributed as dist
+
+    dist.destroy_process_group = lambda *_: None
     run_script(rank, script, f"{folder}/")
 
 
