@@ -29,7 +29,7 @@ COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
 EDGE_SLACK = 0.005  # relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
-ENOUGH_TURNS = 3  # of a layout: so many are expected of each, and a figure of more says by itself how they differ
+ENOUGH_TURNS = 3  # per layout: time is planned for three turns of each; with more, their own spread gives the error
 
 TurnsByLayout = Mapping[Layout, Turns]
 

@@ -26,6 +26,7 @@ from ..torch_rows.sampler import RowOrder, UnevenBatchSampler
 from ..torch_rows.structure import each_tensor, tensors_in
 from .program import PROGRAM
 
+DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
 _SHARDS = (("rank", "num_replicas"), ("process_index", "num_processes"))  # PyTorch's names, and accelerate's
 
 
@@ -259,9 +260,6 @@ def _chain(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = vars(sampler)
         sampler = next((inner[name] for name in ("given", "batch_sampler", "sampler") if name in inner), None)
-
-
-DISPATCHED = "one rank reads the rows of all (dispatch_batches of accelerate)"
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:

@@ -135,7 +135,7 @@ def test_memory_bounds_a_share_or_its_passes(passes: bool) -> None:
 @pytest.mark.parametrize("least", [0.008, 0.014, 0.020, 0.026])
 @pytest.mark.parametrize("room", [16, 32, 64])
 def test_shares_beside_a_neighbour_are_the_best_in_a_few_windows(least: float, room: int) -> None:
-    """It leaves the second rank room for passes of so many rows, and each pass takes the host a least time.
+    """The neighbour limits the rows of a pass on the second rank, and every pass takes the host a minimum time.
 
     The first rank's memory isn't known: its passes grow with those that ran, and aren't cut by a guess.
     """

@@ -66,7 +66,7 @@ def test_each_run_has_its_state_and_a_failed_one_its_reason(
 
 
 def test_runs_are_chosen_and_sorted(three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """By state and workload, before or behind `list`; at most so many."""
+    """By state and workload, before or after `list`, and limited in number."""
     finished, failed, cut_off = three_runs
 
     def names(*options: str) -> list[str]:
