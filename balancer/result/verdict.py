@@ -184,7 +184,7 @@ def _find_split_losses(
 def _find_cause(search: Search, chosen: Result, rival: Rival) -> Finding | None:
     """The cause of a split's loss: keeping in step, or time that a smaller share doesn't shorten; else known times."""
     split = rival.candidate.layout
-    apart, known = search.devices.apart_seconds(split), search.devices.sync_seconds()
+    apart, known = search.devices.apart_seconds(split), search.devices.sync_seconds
     if not chosen.layout.traits.alone or (apart is None and known is None):
         return None
     batch, sync, share = split.global_batch, known or 0.0, max(split.shares)

@@ -36,8 +36,7 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares, nothing negative. Batches are assigned by these costs as in the training
-(`evener.training.dealing`). `device_model` is the interface of both models of devices: `rows` predicts by curves,
-`texts` by these costs.
+(`evener.training.dealing`). `rows` and `texts` answer the same questions, by curves and by these costs.
 
 `balance` asks for solo, even and split layouts, `compare` for all families; nothing else differs. If the batch is
 free, the smallest within the tolerance of the fastest is chosen; for an objective that trades speed, the layout with

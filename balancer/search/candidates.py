@@ -11,10 +11,10 @@ from ..families import Family, PackMode, family_of, pack_on
 from ..objectives import find_objective
 from ..types import Layout, OutOfMemory
 from .budget import Budget
-from .device_model import DeviceModel
 from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
-from .machine_model import MachineModel
 from .packing import Packing
+from .rows import RowDevices
+from .texts import TextDevices
 
 
 class Candidates:
@@ -23,14 +23,13 @@ class Candidates:
     def __init__(
         self,
         options: LayoutOptions,
-        devices: DeviceModel,
-        machine: MachineModel,
+        devices: RowDevices | TextDevices,
         budget: Budget,
         shards: Sequence[Layout] = (),
     ) -> None:
         self.shards = shards
-        self.options, self._devices, self._machine, self._budget = options, devices, machine, budget
-        self._problem, self.seen = machine.problem, machine.seen
+        self.options, self._devices, self._budget = options, devices, budget
+        self._problem, self.seen = devices.problem, devices.seen
 
     @cached_property
     def all(self) -> tuple[Candidate, ...]:
@@ -61,7 +60,7 @@ class Candidates:
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         found = [one for family in self.options.wanted for one in self._of(family)]
-        if find_objective(self._problem.objective).trades_speed:
+        if isinstance(self._devices, RowDevices) and find_objective(self._problem.objective).trades_speed:
             found += [Candidate(family_of(layout), layout, True) for layout in self._devices.efficient()]
         allowed = [one for one in found if one.family in self.options.wanted]  # one of the splits may be one device
         return tuple(self._distinct(allowed))
@@ -132,11 +131,10 @@ class Candidates:
         """Packing in each mode whose number of trainings is searched for."""
         single = next((layout for layout in self.singles if not layout.in_passes), None)
         packs = any(family.traits.side_by_side for family in self.options.wanted)
-        if single is None or not self.by_rows or not packs:
+        if single is None or not isinstance(self._devices, RowDevices) or not packs:
             return ()
-        rate = self._devices.single_rate(single)
         modes = [mode for mode in self.options.pack_modes if mode != "logical"]
-        return tuple((mode, Packing(self._machine, single, rate, mode)) for mode in modes)
+        return tuple((mode, Packing(self._devices, single, mode)) for mode in modes)
 
     @property
     def packs(self) -> list[Layout]:

@@ -12,6 +12,7 @@ from evener.shares.curves import Curve
 from ..types import CurveSketch, Layout, Probe, Problem
 from .machine_model import MachineModel
 
+NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)  # of a device whose curve no plan needs
 SKETCHED = 24  # points of a curve for drawing
 WHY_SOLO = (
     "a first time",
@@ -86,7 +87,7 @@ def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
 
 def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int], ...]:
     """Each device's curve up to the global batch, and the rows of a pass that surely fit; empty for unused devices."""
-    found: list[tuple[Knots, int]] = [((), 0)] * len(layout.shares)
+    found = list(NO_CURVE * len(layout.shares))
     for i in layout.active:
         curve = model.in_splits[i]
         if curve is not None:

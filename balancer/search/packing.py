@@ -19,9 +19,9 @@ import msgspec
 from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, RETREATS
-from .machine_model import MachineModel
 from .model.memory import MARGIN, Memory
 from .ranking import throughput
+from .rows import RowDevices
 from .statistics import TIE
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
@@ -34,11 +34,10 @@ Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did
 
 
 class Packing:
-    """Trainings side by side in one mode, on the device of the layout `single`, whose samples/s alone are `rate`."""
+    """Trainings side by side in one mode, on the device of the layout `single`."""
 
-    def __init__(self, model: MachineModel, single: Layout, rate: float, mode: PackMode) -> None:
+    def __init__(self, model: RowDevices, single: Layout, mode: PackMode) -> None:
         self._model, self._problem, self._single, self._mode = model, model.problem, single, mode
-        self._rate = rate
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
@@ -85,7 +84,7 @@ class Packing:
     @cached_property
     def _rates(self) -> dict[int, float | None]:
         """Combined samples/s by number of trainings; None where they failed and no smaller batch is worth trying."""
-        rates: dict[int, float | None] = {1: self._rate}
+        rates: dict[int, float | None] = {1: self._model.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
             if timed:

@@ -26,30 +26,30 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 HostSet = frozenset[int]
 
 
-class Predictions:
-    """The layouts that the model of the machine predicts to be best."""
+class Predictions(MachineModel):
+    """A model of the machine, and the layouts that it predicts to be best."""
 
-    def __init__(self, model: MachineModel) -> None:
-        self.model, self._problem, self._quantum = model, model.problem, model.quantum
-        self._fewest = model.problem.devices if model.problem.all_together else 2  # devices of a split
+    @property
+    def _fewest(self) -> int:
+        return self.problem.devices if self.problem.all_together else 2  # devices of a split
 
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
-        shares = [0] * self._problem.devices
+        shares = [0] * self.problem.devices
         for i, share in wanted.shares:
             shares[i] = share
-        return self.model.lay_out(tuple(shares))
+        return self.lay_out(tuple(shares))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
         """The fastest split over some of these devices or one of them alone, by their curves; None if none holds it.
 
         Curves may be of passes (`PassCurve`).
         """
-        batch, limit = self._problem.global_batch, self._problem.max_global_batch
+        batch, limit = self.problem.global_batch, self.problem.max_global_batch
         found = [self._split(devices) if len(devices) > 1 else None]
         for one in devices:
             if batch is None:
-                found.append(waterfill.single_best(one, self._quantum, limit))
+                found.append(waterfill.single_best(one, self.quantum, limit))
             elif batch <= one.limit:
                 found.append(Allocation(((one.position, batch),), one.curve.seconds(batch)))
         return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)
@@ -65,11 +65,11 @@ class Predictions:
     def one_pass_split(self) -> Allocation | None:
         """The fastest split with every share in one pass; of a fixed batch shares go as far as they have to."""
         found = self._split(self._reachable)
-        return self._split(self.model.split_curves) if found is None and self._problem.global_batch else found
+        return self._split(self.split_curves) if found is None and self.problem.global_batch else found
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
-        return self._split([device for device in self.model.split_curves if device.position in positions])
+        return self._split([device for device in self.split_curves if device.position in positions])
 
     def split_of(self, batch: int) -> Allocation | None:
         """The fastest split of this batch over devices that reach so far, in one pass."""
@@ -77,29 +77,29 @@ class Predictions:
 
     def rate_of(self, batch: int) -> float:
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to hold it."""
-        split, walls = self.split_of(batch), self.model.bounds.walls
-        alone = [curve for i in self.model.live if (curve := self.model.alone[i]) and batch <= walls[i]]
+        split, walls = self.split_of(batch), self.bounds.walls
+        alone = [curve for i in self.live if (curve := self.alone[i]) and batch <= walls[i]]
         return max([split.samples_per_second if split else 0.0, *(batch / curve.seconds(batch) for curve in alone)])
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
-        batch, limit, quantum = of or self._problem.global_batch, self._problem.max_global_batch, self._quantum
+        batch, limit, quantum = of or self.problem.global_batch, self.problem.max_global_batch, self.quantum
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:
                 return waterfill.split_fixed(devices, costs, batch, quantum, self._fewest)
             return waterfill.split_free(devices, costs, quantum, limit, self._fewest)
 
-        return split_over_hosts(devices, self.model.hosts, self.model.exchange, solve, quantum, batch)
+        return split_over_hosts(devices, self.hosts, self.exchange, solve, quantum, batch)
 
     def _gains(self, several: Allocation, one: Allocation | None, part: float = 1.0) -> bool:
         """Whether passes make it faster by a gain of which this part is worth a measurement."""
-        gain = smallest_gain(self._problem.tolerance) / part
+        gain = smallest_gain(self.problem.tolerance) / part
         return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        limits = ((d, self.model.bounds.reachable(d)) for d in self.model.split_curves)
+        limits = ((d, self.bounds.reachable(d)) for d in self.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes
@@ -107,9 +107,8 @@ class Predictions:
     @cached_property
     def unsure_of_passes(self) -> dict[int, int]:
         """Devices whose passes were never measured and may be wanted: position and largest share."""
-        batch, live = self._problem.global_batch, self.model.live
-        unknown = any(self.model.pass_rows[i] and self.model.extra_seconds[i] is None for i in live)
-        if len(live) < 2 or not unknown:
+        batch, live = self.problem.global_batch, self.live
+        if len(live) < 2 or not self._unknown((i, self.bounds.asked_in_passes) for i in live):
             return {}  # one device has no choice
         wanted, hoped = self.fastest_split, self._split_in_passes(NOT_REPEATED)
         if hoped and wanted and self._gains(hoped, wanted, COMES_TRUE):
@@ -120,10 +119,8 @@ class Predictions:
         return found
 
     def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
-        model = self.model
-        return {
-            i: b for i, b in shares if b > model.one_pass[i] and model.pass_rows[i] and model.extra_seconds[i] is None
-        }
+        unknown = [bool(rows) and extra is None for rows, extra in zip(self.pass_rows, self.extra_seconds, strict=True)]
+        return {i: share for i, share in shares if unknown[i] and share > self.one_pass[i]}
 
     def _split_in_passes(self, not_repeated: float = 0.0) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
@@ -131,56 +128,56 @@ class Predictions:
         A free batch has none: it would grow without end. Of passes that were never measured, this part of a step's
         fixed time isn't repeated.
         """
-        model, one = self.model, self.one_pass_split
-        if not any(model.pass_rows):
+        one = self.one_pass_split
+        if not any(self.pass_rows):
             return None
         if one is not None and all(
-            device.curve.largest(one.seconds, device.limit, self._quantum) < device.limit for device in self._reachable
+            device.curve.largest(one.seconds, device.limit, self.quantum) < device.limit for device in self._reachable
         ):
             return None
-        most = model.bounds.asked_in_passes
-        return self._split([model.in_passes(device, most, not_repeated) for device in self._reachable])
+        most = self.bounds.asked_in_passes
+        return self._split([self.in_passes(device, most, not_repeated) for device in self._reachable])
 
     # ------------------------------------------------------------------ one device
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
         """The single device of most samples/s, at its best batch."""
-        found = [one for one in map(self.single, self.model.live) if one]
+        found = [one for one in map(self.single, self.live) if one]
         return max(found, key=lambda one: one.samples_per_second, default=None)
 
     @cached_property
-    def single_rate(self) -> float:
+    def best_single_rate(self) -> float:
         """The most samples/s of one device alone: measured at rest, else predicted."""
-        at_rest = self.model.at_rest
+        at_rest = self.at_rest
         rates = [seen.samples_per_second for seen in at_rest.values()]
-        rates += [f.samples_per_second for i in self.model.live if i not in at_rest and (f := self.single(i))]
+        rates += [f.samples_per_second for i in self.live if i not in at_rest and (f := self.single(i))]
         return max(rates, default=0.0)
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        curve, limit, batch = self.model.alone[position], self.model.one_pass[position], self._problem.global_batch
-        if curve is None or not limit or self._problem.all_together:
+        curve, limit, batch = self.alone[position], self.one_pass[position], self.problem.global_batch
+        if curve is None or not limit or self.problem.all_together:
             return None
         if batch is not None:
-            device = self.model.in_passes(DeviceCurve(position, curve, limit), batch)
+            device = self.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.model.bounds.reachable(DeviceCurve(position, curve, limit))
-        return waterfill.single_best(DeviceCurve(position, curve, reach), self._quantum, self._problem.max_global_batch)
+        reach = self.bounds.reachable(DeviceCurve(position, curve, limit))
+        return waterfill.single_best(DeviceCurve(position, curve, reach), self.quantum, self.problem.max_global_batch)
 
     def within(self, part: float) -> Allocation | None:
         """The smallest global batch predicted to be within this part of the tolerance; None for a fixed batch."""
-        problem, quantum = self._problem, self._quantum
+        problem, quantum = self.problem, self.quantum
         tops = [found.samples_per_second for found in (self.fastest_split, self.fastest_single) if found]
         if problem.global_batch is not None or not problem.tolerance or not tops:
             return None
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
-        hosts = {self.model.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
-        near = [device for device in self._reachable if self.model.hosts[device.position] in hosts]
-        costs = self.model.exchange.on(len(hosts))
+        hosts = {self.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
+        near = [device for device in self._reachable if self.hosts[device.position] in hosts]
+        costs = self.exchange.on(len(hosts))
         found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit, self._fewest) if near else None]
-        for device in () if problem.all_together else self.model.split_curves:
-            alone = self.model.alone[device.position]
+        for device in () if problem.all_together else self.split_curves:
+            alone = self.alone[device.position]
             if alone:
                 single = DeviceCurve(device.position, alone, device.limit)
                 found.append(waterfill.single_reaching(single, rate, quantum, limit))

@@ -14,16 +14,12 @@ from ..families import family_of
 from ..types import Layout, Problem, Result, Timed
 from .budget import Budget
 from .candidates import Candidates
-from .device_model import DeviceModel
 from .layouts import Candidate, LayoutOptions, same_measurement
-from .machine_model import MachineModel
 from .observations import SHARDED, STAGES, Observations
-from .predictions import Predictions
 from .race import Race
 from .ranking import Standing, choose_winner, throughput
 from .rows import RowDevices
 from .sharding import Sharding
-from .text_model import TextModel
 from .texts import TextDevices
 
 
@@ -36,26 +32,21 @@ class SearchReading:
         self.problem, self.options, self.seen = problem, options, seen
         self._version = seen.explored_version
         if before is not None and (before.problem, before._version) == (problem, self._version):
-            kept = ("predictions", "devices", "sharding", "_first_budget")  # what exploration alone decides
+            kept = ("model", "devices", "sharding", "_first_budget")  # what exploration alone decides
             self.__dict__.update({name: one for name, one in before.__dict__.items() if name in kept})
 
     @cached_property
-    def predictions(self) -> Predictions:
-        """The layouts that should be best if all rows cost the same."""
-        return Predictions(MachineModel(self.problem, self.seen, self._first_budget))
-
-    @property
-    def model(self) -> MachineModel:
-        """The curves and limits of the devices."""
-        return self.predictions.model
+    def model(self) -> RowDevices:
+        """The curves and limits of the devices, and what they say if all rows cost the same."""
+        return RowDevices(self.problem, self.seen, self._first_budget)
 
     @cached_property
-    def devices(self) -> DeviceModel:
+    def devices(self) -> RowDevices | TextDevices:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
-            return RowDevices(self.predictions)
+            return self.model
         longest = self._first_budget.longest_step() if self._first_budget.seconds is not None else None
-        return TextDevices(TextModel(self.problem, self.seen, self.model.live, longest))
+        return TextDevices(self.problem, self.seen, self.model.live, longest)
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -86,7 +77,7 @@ class SearchReading:
     def candidates(self) -> Candidates:
         """The layouts of the race."""
         shards = self.sharding.layouts() if self.sharding else []
-        return Candidates(self.options, self.devices, self.model, self.budget, shards)
+        return Candidates(self.options, self.devices, self.budget, shards)
 
     @cached_property
     def race(self) -> Race:

@@ -10,10 +10,9 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts
 from ..objectives import Objective, find_objective
-from ..types import Layout, Probe, Timed, layout_of, solo
+from ..types import Layout, Probe, layout_of, solo
 from .budget import Budget
-from .decisions import plan_curves
-from .device_model import DeviceModel
+from .decisions import NO_CURVE, plan_curves
 from .layouts import split_evenly
 from .predictions import LIKELY_SETS, Predictions
 from .ranking import is_tolerable, smallest_gain, throughput
@@ -25,78 +24,65 @@ MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more,
 # worse on 13 of 240 machines of 2 to 4
 
 
-class RowDevices(DeviceModel):
-    """A device's time follows from its number of rows."""
+class RowDevices(Predictions):
+    """Devices whose time follows from their number of rows."""
 
-    by_rows = True
-
-    def __init__(self, predictions: Predictions) -> None:
-        self.predictions, self._model = predictions, predictions.model
-        self._problem, self._seen, self._quantum = self._model.problem, self._model.seen, self._model.quantum
-
-    @property
-    def splits(self) -> Sequence[Timed]:
-        """Every split that exploration ran."""
-        return self._model.splits
+    by_rows = True  # they take rows in the order of the data: packs and placements can train so too
 
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
         """The next batch of every device alone, else the next split or device at rest."""
-        if probes := SoloStage(self.predictions, budget).next_probes():
+        if probes := SoloStage(self, budget).next_probes():
             return probes
-        probe = SplitStage(self.predictions, budget, with_splits).next_probe()
+        probe = SplitStage(self, budget, with_splits).next_probe()
         return (probe,) if probe else ()
+
+    def why_none(self) -> str:
+        """Empty: every row fits where one does."""
+        return ""
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
-        alone = not self._problem.all_together and (self._problem.global_batch is not None or not layout.in_passes)
+        alone = not self.problem.all_together and (self.problem.global_batch is not None or not layout.in_passes)
         return layout.traits.together or alone
-
-    def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s by the curves; 0 if one of them is unknown."""
-        return self._model.predicted_rate(layout)
-
-    def sync_seconds(self) -> float | None:
-        """The cost for as many devices as the widest split that ran."""
-        return self._model.sync_seconds
 
     def network_seconds(self, hosts: int) -> float:
         """The seconds that exchange over `hosts` hosts takes beyond that on one."""
-        return self._model.exchange.across[hosts]
+        return self.exchange.across[hosts]
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share; None if none of them ran alone."""
-        curves = [(self._model.alone[i], layout.shares[i]) for i in layout.active]
+        curves = [(self.alone[i], layout.shares[i]) for i in layout.active]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
-        return plan_curves(self._model, layout) if layout.traits.together else super().curves(layout)
+        return plan_curves(self, layout) if layout.traits.together else NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
         """The best single device at the fixed batch, in passes and at once where both fit, else at its best one."""
         ranked = self._singles_by_rate()
-        best = next((layout for layout in ranked if self._seen.broken(layout) is None), ranked[0] if ranked else None)
+        best = next((layout for layout in ranked if self.seen.broken(layout) is None), ranked[0] if ranked else None)
         if best is None:
             return []
         at_once = layout_of(best.shares)
-        return [best] if best == at_once or not self._model.bounds.surely_hold(at_once) else [best, at_once]
+        return [best] if best == at_once or not self.bounds.surely_hold(at_once) else [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        return self._ranked_singles() if self._problem.global_batch is None else self._fixed_singles()
+        return self._ranked_singles() if self.problem.global_batch is None else self._fixed_singles()
 
     def _ranked_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that still fits, the fastest first."""
-        ran = self._seen.timed(("solo", "rest"))
-        fit = self._seen.still_fit({layout: turns for layout, turns in ran.items() if not layout.in_passes})
+        ran = self.seen.timed(("solo", "rest"))
+        fit = self.seen.still_fit({layout: turns for layout, turns in ran.items() if not layout.in_passes})
         return sorted(fit, key=lambda layout: -max(one.samples_per_second for one in fit[layout]))
 
     def _fixed_singles(self) -> list[Layout]:
         """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
-        batch, devices = self._problem.global_batch or 0, self._problem.devices
-        layouts = [self._model.lay_out_safely(solo(devices, i, batch).shares) for i in self._model.live]
-        safe = [layout for layout in layouts if layout is not None and self._model.bounds.hold(layout)]
+        batch, devices = self.problem.global_batch or 0, self.problem.devices
+        layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
+        safe = [layout for layout in layouts if layout is not None and self.bounds.hold(layout)]
         return sorted(safe, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
@@ -104,15 +90,15 @@ class RowDevices(DeviceModel):
 
         A prediction is the same for indistinguishable devices.
         """
-        timed = self._seen.timed_in(layout, "rest") or (self._seen.timed_in(layout, "solo") if contended else [])
-        return max((one.samples_per_second for one in timed), default=self._model.predicted_rate(layout))
+        timed = self.seen.timed_in(layout, "rest") or (self.seen.timed_in(layout, "solo") if contended else [])
+        return max((one.samples_per_second for one in timed), default=self.predicted_rate(layout))
 
     def efficient(self) -> list[Layout]:
         """Every device alone, and splits over the devices that should take the least energy, where energy decides."""
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
-        splits = _most_efficient(self.predictions, find_objective(self._problem.objective))
-        layouts = [*alone.values(), *map(self.predictions.layout, splits)]
-        return [layout for layout in layouts if self._model.bounds.hold(layout)]
+        splits = _most_efficient(self, find_objective(self.problem.objective))
+        layouts = [*alone.values(), *map(self.layout, splits)]
+        return [layout for layout in layouts if self.bounds.hold(layout)]
 
     # ------------------------------------------------------------------ several devices
 
@@ -120,62 +106,62 @@ class RowDevices(DeviceModel):
         """The preferred measured split, predicted ones that should beat it, and the fastest measured one."""
         found = self._split_rates()
         if not found:
-            fastest = self.predictions.fastest_split if self._model.splits else None
-            layout = self.predictions.layout(fastest) if fastest else None
-            return [layout] if layout and self._model.bounds.surely_hold(layout) else []
+            fastest = self.fastest_split if self.splits else None
+            layout = self.layout(fastest) if fastest else None
+            return [layout] if layout and self.bounds.surely_hold(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
-        if chosen.in_passes and (one_pass := self.predictions.one_pass_split):
-            layout = self.predictions.layout(one_pass)
-            layouts += [layout] if self._model.bounds.surely_hold(layout) else []
+        if chosen.in_passes and (one_pass := self.one_pass_split):
+            layout = self.layout(one_pass)
+            layouts += [layout] if self.bounds.surely_hold(layout) else []
         return layouts
 
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
-        batch = self._problem.global_batch
+        batch = self.problem.global_batch
         return {
             layout: max(one.samples_per_second for one in turns)
-            for layout, turns in self._seen.still_fit(self._seen.timed(("split",))).items()
+            for layout, turns in self.seen.still_fit(self.seen.timed(("split",))).items()
             if batch is None or layout.global_batch == batch
         }
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
         """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
-        least = max(found.values()) * (1 - self._problem.tolerance)
-        if self._problem.global_batch is not None:
+        least = max(found.values()) * (1 - self.problem.tolerance)
+        if self.problem.global_batch is not None:
             return max(found, key=lambda layout: found[layout])
         enough = [layout for layout, rate in found.items() if rate >= least]
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
         """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
-        fastest = self.predictions.fastest_split
+        fastest = self.fastest_split
         found = list(self._smaller(chosen))
-        gain = smallest_gain(self._problem.tolerance)
-        if fastest and fastest.samples_per_second > self._model.predicted_rate(chosen) * (1 + gain):
-            found.append(self.predictions.layout(fastest))
-        return [layout for layout in found if self._model.bounds.surely_hold(layout)]
+        gain = smallest_gain(self.problem.tolerance)
+        if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + gain):
+            found.append(self.layout(fastest))
+        return [layout for layout in found if self.bounds.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
 
         Where exploration has measured the smallest good batch, another one like it isn't worth a race.
         """
-        raced = {one.probe.layout for one in self._seen.timed_race()}
-        turns = {layout: self._seen.turns(layout) for layout in {*raced, *self._split_rates()}}
+        raced = {one.probe.layout for one in self.seen.timed_race()}
+        turns = {layout: self.seen.turns(layout) for layout in {*raced, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
         for part in PARTS:
-            wanted = self.predictions.within(part)
+            wanted = self.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
-            layout = self.predictions.layout(wanted)
+            layout = self.layout(wanted)
             yield layout
-            if layout not in turns or is_tolerable(turns[layout], leader, self._problem.tolerance):
+            if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
                 return
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""
-        live, devices = self._model.live, self._model.devices
+        live, devices = self.live, self.devices
         order = sorted(live, key=lambda i: -max((p.batch / p.seconds for p in devices[i].alone), default=0))
         counts = device_counts(len(live)) if scaling else (len(live),)
         found = [self._even(tuple(sorted(order[:count])), splits, scaling) for count in counts if count > 1]
@@ -187,31 +173,31 @@ class RowDevices(DeviceModel):
         That is the preferred split's rows for each device, else the fewest rows of the devices' best batches alone. If
         that doesn't fit, as many rows as surely do; with `whole`, the fixed batch or nothing.
         """
-        count, quantum, fixed = len(positions), self._quantum, self._problem.global_batch
+        count, quantum, fixed = len(positions), self.quantum, self.problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
-        even = split_evenly(self._problem.devices, positions, batch, quantum)
-        safe = min(self._model.bounds.safe[i] for i in positions)
+        even = split_evenly(self.problem.devices, positions, batch, quantum)
+        safe = min(self.bounds.safe[i] for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
-        layout = self._model.lay_out_safely(even.shares) if fixed else None
-        if layout and self._model.knows_passes(layout):
+        layout = self.lay_out_safely(even.shares) if fixed else None
+        if layout and self.knows_passes(layout):
             return layout
         smaller = safe // quantum * quantum * count
-        return None if whole and fixed else split_evenly(self._problem.devices, positions, smaller, quantum)
+        return None if whole and fixed else split_evenly(self.problem.devices, positions, smaller, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         count = len(positions)
         if splits:
-            return splits[0].global_batch * count // len(self._model.live)
+            return splits[0].global_batch * count // len(self.live)
         best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
         each = min((best[i] for i in positions if i in best), default=0) * count
-        return min(each, self._problem.max_global_batch or each)
+        return min(each, self.problem.max_global_batch or each)
 
 
 def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:
     """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
-    problem = predictions.model.problem
-    costs = objective.costs(predictions.model.seen.all_timed(), problem.devices)
+    problem = predictions.problem
+    costs = objective.costs(predictions.seen.all_timed(), problem.devices)
     if not costs:
         return []
 
@@ -227,7 +213,7 @@ def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allo
 
 
 def _groups(predictions: Predictions, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-    live = predictions.model.live
+    live = predictions.live
     counts = range(2, len(live))
     if len(live) <= MOST_TO_COMBINE:
         yield from (group for count in counts for group in combinations(live, count))

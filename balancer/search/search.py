@@ -23,14 +23,15 @@ from .decisions import (
     explain_sharding,
     sketch_curve,
 )
-from .device_model import DeviceModel
 from .layouts import BALANCE, Candidate, LayoutOptions
 from .machine_model import MachineModel
 from .observations import Observations
 from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
 from .reading import SearchReading, result_of
+from .rows import RowDevices
 from .solo_stage import SMALL
 from .statistics import relative_half_width
+from .texts import TextDevices
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
 
@@ -95,7 +96,7 @@ class Search:
         """The search's view between two probes, to be drawn."""
         model, sharding = self._reading.model, self._reading.sharding
         if sharding is not None and not model.live:
-            model = sharding.devices.predictions.model
+            model = sharding.devices
         curves = tuple(sketch_curve(model, i) for i in range(self.problem.devices))
         return Belief(curves, self._decision.doing)
 
@@ -229,7 +230,7 @@ class Search:
     # ------------------------------------------------------------------ what is known of the machine
 
     @property
-    def devices(self) -> DeviceModel:
+    def devices(self) -> RowDevices | TextDevices:
         """The model of the devices and of the exchange between them."""
         return self._reading.devices
 
@@ -253,7 +254,7 @@ class Search:
 
     def rate_of(self, batch: int) -> float:
         """The samples/s to expect of another global batch, by the devices' curves; 0 if that isn't known."""
-        return self._reading.predictions.rate_of(batch)
+        return self._reading.model.rate_of(batch)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""

@@ -19,10 +19,8 @@ from evener.shares.waterfill import HALVINGS
 from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
 from .budget import Budget
 from .layouts import BALANCE
-from .machine_model import MachineModel
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .observations import Observations
-from .predictions import Predictions
 from .rows import RowDevices
 
 MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone: what else it takes shows beside it
@@ -51,7 +49,7 @@ class Sharding:
         """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
         if not self.fits:
             return ()
-        budget = Budget(self.devices.predictions.model.problem, BALANCE, self._replicas)
+        budget = Budget(self.devices.problem, BALANCE, self._replicas)
         probes = self.devices.next_probes(budget, True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
@@ -117,7 +115,7 @@ class Sharding:
         """The devices as if each held the model in what its part of the state leaves."""
         problem = self._reduced_problem
         budget = Budget(problem, BALANCE, self._replicas)
-        return RowDevices(Predictions(MachineModel(problem, self._replicas, budget)))
+        return RowDevices(problem, self._replicas, budget)
 
     @cached_property
     def _reduced_problem(self) -> Problem:

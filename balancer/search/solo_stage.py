@@ -35,8 +35,8 @@ MOST_PASSES = 4  # of the probe that shows what passes cost: three times that co
 class SoloStage:
     """The stage that chooses batches to measure on every device alone, by the model and its predictions."""
 
-    def __init__(self, predictions: Predictions, budget: Budget) -> None:
-        self._predictions, self._model, self._budget = predictions, predictions.model, budget
+    def __init__(self, model: Predictions, budget: Budget) -> None:
+        self._model, self._budget = model, budget
         self._problem, self._quantum = self._model.problem, self._model.quantum
 
     def next_probes(self) -> tuple[Probe, ...]:
@@ -193,7 +193,7 @@ class SoloStage:
         return DeviceCurve(i, PassCurve(curve, wall, rows, extra, wall), self._model.bounds.asked_in_passes)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
-        return self._predictions.fastest_of([one for one in devices if one.limit])
+        return self._model.fastest_of([one for one in devices if one.limit])
 
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
@@ -259,10 +259,10 @@ class SoloStage:
         """Seconds of the first split or, of one device, the fixed batch: there is no plan without; 0 once it ran."""
         if self._model.splits or (self._model.at_rest and len(self._model.live) == 1):
             return 0.0
-        plan = self._predictions.fastest_split
+        plan = self._model.fastest_split
         if plan is None and self._problem.global_batch is not None:
-            plan = self._predictions.fastest_single
-        return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds) if plan else 0.0
+            plan = self._model.fastest_single
+        return self._budget.least_seconds(self._model.layout(plan), plan.seconds) if plan else 0.0
 
     def _widest_gap(self, position: int) -> int:
         """The middle of the widest gap between measured batches."""
@@ -304,7 +304,7 @@ class SoloStage:
 
     def _next_in_passes(self) -> tuple[Probe, ...]:
         """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
-        wanted = self._predictions.unsure_of_passes.items()
+        wanted = self._model.unsure_of_passes.items()
         return tuple(probe for i, share in wanted if (probe := self._probe_in_passes(i, share)))
 
     def _probe_in_passes(self, position: int, share: int) -> Probe | None:

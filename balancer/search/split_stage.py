@@ -24,14 +24,14 @@ LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; 
 class SplitStage:
     """The stage that chooses splits to measure, and a device to measure while the others are idle."""
 
-    def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
-        self._predictions, self._model, self._budget = predictions, predictions.model, budget
+    def __init__(self, model: Predictions, budget: Budget, splits: bool) -> None:
+        self._model, self._budget = model, budget
         self._seen, self._problem, self._with_splits = self._model.seen, self._model.problem, splits
 
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
-        split = self._predictions.fastest_split
-        after = self._budget.least_seconds(self._predictions.layout(split), split.seconds) if split else 0.0
+        split = self._model.fastest_split
+        after = self._budget.least_seconds(self._model.layout(split), split.seconds) if split else 0.0
         return self._probe(self._first_single(), after) or self._probe(
             (self._next_split() if self._with_splits else None) or self._next_single()
         )
@@ -40,7 +40,7 @@ class SplitStage:
         """Its probe; None for none, or one that leaves less of the budget than what comes after it takes."""
         if wanted is None:
             return None
-        layout, seconds = self._predictions.layout(wanted), wanted.seconds
+        layout, seconds = self._model.layout(wanted), wanted.seconds
         stage: Stage = "split" if layout.traits.together else "rest"
         if not self._model.splits and not self._model.at_rest:
             layout, seconds = self._without_risk(layout, seconds)
@@ -78,10 +78,10 @@ class SplitStage:
         used = len(tried) + len(self._seen.in_stage("rest"))
         if len(self._model.live) < 2 or used >= MOST_TURNS or failed >= TRIES:
             return None  # a network that fails takes minutes each time
-        wanted = self._predictions.fastest_split
+        wanted = self._model.fastest_split
         if wanted is None or not self._gains(wanted):
             return None
-        layout = self._predictions.layout(wanted)
+        layout = self._model.layout(wanted)
         return wanted if layout.traits.together and all(layout != seen.probe.layout for seen in tried) else None
 
     def _gains(self, wanted: Allocation) -> bool:
@@ -94,7 +94,7 @@ class SplitStage:
             (one.samples_per_second for layout in layouts for one in self._seen.turns(layout).values()), default=0.0
         )
         gain = self._least_gain(wanted)
-        return wanted.samples_per_second > max(best, raced, self._predictions.single_rate) * (1 + gain)
+        return wanted.samples_per_second > max(best, raced, self._model.best_single_rate) * (1 + gain)
 
     def _least_gain(self, wanted: Allocation) -> float:
         """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
@@ -108,10 +108,10 @@ class SplitStage:
         tried = self._model.splits or self._seen.in_stage("rest")
         if self._problem.global_batch is None or len(self._model.live) < 2 or not self._with_splits or tried:
             return None
-        single, split = self._predictions.fastest_single, self._predictions.fastest_split
+        single, split = self._model.fastest_single, self._model.fastest_split
         if single is None or split is None:
             return single
-        seconds = self._budget.least_seconds(self._predictions.layout(single), single.seconds, LONE_STEPS)
+        seconds = self._budget.least_seconds(self._model.layout(single), single.seconds, LONE_STEPS)
         return single if self._budget.has_time(seconds) else None  # and, in `_probe`, for the split after it
 
     def _next_single(self) -> Allocation | None:
@@ -121,7 +121,7 @@ class SplitStage:
             return None
         if len(self._model.splits) + len(self._seen.in_stage("rest")) >= MOST_TURNS:
             return None
-        singles = [one for i in live if (one := self._predictions.single(i)) and not self._was_at_rest(i)]
+        singles = [one for i in live if (one := self._model.single(i)) and not self._was_at_rest(i)]
         wanted = max(singles, key=lambda one: one.samples_per_second, default=None)
         if wanted is None:
             return None
@@ -146,5 +146,5 @@ class SplitStage:
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared
 
     def _safely_fits(self, wanted: Allocation) -> bool:
-        layout = self._predictions.layout(wanted)
+        layout = self._model.layout(wanted)
         return self._model.bounds.surely_hold(layout) and self._model.knows_passes(layout)

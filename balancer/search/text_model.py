@@ -21,6 +21,7 @@ from .layouts import RETREAT
 from .model.evidence import FEWEST_SIZES, group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
+from .ranking import LEAST_RATE
 from .statistics import CLEAR, TIE, fit_rates, relative_error
 
 MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
@@ -151,7 +152,7 @@ class TextModel:
                 own, expected = own + seconds, expected + alone.seconds(work)
         return own / expected if own and expected else 1.0
 
-    def sync_seconds(self, positions: Sequence[int]) -> float:
+    def _sync(self, positions: Sequence[int]) -> float:
         """The seconds of a split's step beyond the longest own work, over as many hosts; 0 before one was measured."""
         over, hosts = [], len({self._hosts[i] for i in positions})
         for one in self.splits:
@@ -159,6 +160,11 @@ class TextModel:
                 own = [self._own_seconds(one, i) for i in one.probe.layout.active]
                 over.append(max(0.0, one.step_seconds - max(own)))
         return fmean(over) if over else 0.0
+
+    @property
+    def sync_seconds(self) -> float | None:
+        """The cost of keeping as many devices in step as the last split has; None before one was measured."""
+        return self._sync(self.splits[-1].probe.layout.active) if self.splits else None
 
     def _own_seconds(self, seen: Timed, position: int) -> float:
         cost, work = self.alone[position], _work(seen, position)
@@ -234,7 +240,7 @@ class TextModel:
         costs = self.costs if len(positions) > 1 else self.alone
         beside = [one.step_s if (one := costs[i]) else 0.0 for i in positions]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
-        return fmean(steps) + (self.sync_seconds(positions) if len(positions) > 1 else 0.0)
+        return fmean(steps) + (self._sync(positions) if len(positions) > 1 else 0.0)
 
     def same_dealing(self, one: Layout, other: Layout) -> bool:
         """True if no measurement could tell apart how two layouts assign rows: their costs differ by one factor."""
@@ -250,8 +256,10 @@ class TextModel:
         return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout."""
-        return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), 1e-9)
+        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 without costs."""
+        if not self.able:
+            return 0.0
+        return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), LEAST_RATE)
 
     @cached_property
     def best_split(self) -> Layout | None:

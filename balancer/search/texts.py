@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from evener.plan.layout import Knots
+
 from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
-from .decisions import explain_too_long
-from .device_model import DeviceModel
+from .decisions import NO_CURVE, explain_too_long
 from .layouts import RETREATS, split_evenly
 from .model.step_time import WIDE
 from .observations import MOST_TURNS
@@ -28,59 +29,51 @@ LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are 
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 
-class TextDevices(DeviceModel):
-    """A device's time follows from the lengths of its rows."""
+class TextDevices(TextModel):
+    """Devices whose time follows from the lengths of their rows."""
 
     by_rows = False
 
-    def __init__(self, text: TextModel) -> None:
-        self._text, self._problem, self._seen = text, text.problem, text.seen
-
-    @property
-    def splits(self) -> Sequence[Timed]:
-        """Every split of exploration that was assigned by cost."""
-        return self._text.splits
-
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
         """The next passes of every device alone, else the next global batch on each, else the next split."""
-        return TextStage(self._text, budget, with_splits).next_probes()
+        return TextStage(self, budget, with_splits).next_probes()
 
     def why_none(self) -> str:
         """Why no device can train; empty if one holds the longest row."""
-        return "" if self._text.can_hold(self._text.live) else explain_too_long(self._problem)
+        return "" if self.can_hold(self.live) else explain_too_long(self.problem)
 
     def is_training(self, layout: Layout) -> bool:
         """A device alone with a few rows is no training."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
-    def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so."""
-        return self._text.predicted_rate(layout) if self._text.able else 0.0
+    def network_seconds(self, _hosts: int) -> float:
+        """0: exchange over hosts can't be distinguished from other exchange."""
+        return 0.0
 
-    def sync_seconds(self) -> float | None:
-        """The seconds of the last split's step beyond the longest own work; None before one was measured."""
-        return self._text.sync_seconds(self.splits[-1].probe.layout.active) if self.splits else None
+    def apart_seconds(self, _layout: Layout) -> float | None:
+        """None: what devices take alone for their rows isn't known."""
+        return None
+
+    def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
+        """None, as plans have the costs of rows."""
+        return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
         """The global batch on the device that takes the least time for it alone."""
-        layouts = [
-            self._whole(i) or self._text.layout((i,), self._text.batch)
-            for i in self._text.able
-            if self._text.can_hold((i,))
-        ]
-        whole = [layout for layout in layouts if self._seen.broken(layout) is None]
-        return sorted(whole, key=self._text.predicted_rate, reverse=True)[:1]
+        layouts = [self._whole(i) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))]
+        whole = [layout for layout in layouts if self.seen.broken(layout) is None]
+        return sorted(whole, key=self.predicted_rate, reverse=True)[:1]
 
     def _whole(self, position: int) -> Layout | None:
         """The global batch on one device as exploration measured it; None if it didn't."""
-        ran = [one.probe.layout for one in self._text.tried_alone(position) if isinstance(one, Timed)]
+        ran = [one.probe.layout for one in self.tried_alone(position) if isinstance(one, Timed)]
         return next((layout for layout in reversed(ran) if layout.costs), None)
 
     def best_splits(self) -> list[Layout]:
         """The last split that exploration measured, and the fastest."""
-        ran = self._seen.still_fit({one.probe.layout: [one] for one in self._text.splits})
+        ran = self.seen.still_fit({one.probe.layout: [one] for one in self.splits})
         if not ran:
             return []
         fastest = max(ran, key=lambda layout: ran[layout][0].samples_per_second)
@@ -91,12 +84,12 @@ class TextDevices(DeviceModel):
 
         A training without a plan does the same.
         """
-        problem = self._problem
+        problem = self.problem
         wanted = ((split.active, split.global_batch) for split in splits[:1])
         even = next((split_evenly(problem.devices, *each, problem.multiple_of) for each in wanted), None)
         if even is None:
             return []
-        longest, walls = problem.lengths[-1], self._text.walls
+        longest, walls = problem.lengths[-1], self.walls
         rows = [min(share, walls[i] // longest) if walls[i] else share for i, share in enumerate(even.shares)]
         return [layout_of(even.shares, tuple(rows))] if all(rows[i] for i in even.active) else []
 

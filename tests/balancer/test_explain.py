@@ -44,6 +44,7 @@ class Costs:
     def devices(self) -> Costs:
         return self
 
+    @property
     def sync_seconds(self) -> float | None:
         return self._sync
 

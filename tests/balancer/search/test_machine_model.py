@@ -8,7 +8,6 @@ import pytest
 
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE, same_measurement
-from evener.balancer.search.machine_model import MachineModel
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.predictions import Predictions
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed, layout_of, solo
@@ -21,7 +20,7 @@ SPLIT = Layout("split", (400, 200))
 
 def model(
     *layouts: tuple[Layout, Stage], extra: tuple[Observation, ...] = (), bench: Bench = BENCH, **options: Any
-) -> MachineModel:
+) -> Predictions:
     """The model after these layouts were measured."""
     problem = bench.problem(**options)
     seen = Observations(problem)
@@ -35,10 +34,10 @@ def model(
     return read(problem, seen)
 
 
-def read(problem: Problem, seen: Observations) -> MachineModel:
+def read(problem: Problem, seen: Observations) -> Predictions:
     """As a search reads them."""
     budget = Budget(problem, BALANCE, seen)
-    return MachineModel(problem, seen, budget)
+    return Predictions(problem, seen, budget)
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
@@ -137,7 +136,7 @@ def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other
 
 def test_predictions_are_what_brute_force_finds() -> None:
     """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
-    found = Predictions(model(*SOLOS, (SPLIT, "split"), global_batch=600))
+    found = model(*SOLOS, (SPLIT, "split"), global_batch=600)
     split = found.fastest_split
     assert split is not None
     top = max(range(1, 600), key=lambda share: BENCH.rate(layout_of((share, 600 - share))))
@@ -146,7 +145,7 @@ def test_predictions_are_what_brute_force_finds() -> None:
     assert single is not None
     assert found.layout(single) == solo(2, 0, 600)
     assert found.within(1.0) is None
-    assert found.single_rate == pytest.approx(600 / 0.07, rel=1e-3)
+    assert found.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
     slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
-    rested = Predictions(model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600))
-    assert rested.single_rate == pytest.approx(6000)
+    rested = model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600)
+    assert rested.best_single_rate == pytest.approx(6000)
