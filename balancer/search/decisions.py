@@ -1,19 +1,12 @@
-"""The next step of a search or the reason for its end, in words; and its curves of devices, for drawings and plans."""
+"""The next step of a search, and the reason for its end, in words."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-import msgspec
-
-from evener.plan.layout import Knots
-from evener.shares.curves import Curve
-
-from ..types import CurveSketch, Layout, Probe, Problem
+from ..types import Layout, Probe, Problem
 from .machine_model import MachineModel
 
-NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)  # of a device whose curve no plan needs
-SKETCHED = 24  # points of a curve for drawing
 WHY_SOLO = (
     "a first time",
     "the slope of time and memory",
@@ -38,86 +31,43 @@ class Stop(StrEnum):
     CUT_OFF = "The run was cut off."
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """The next probes and their purpose; without probes, the reason for the end of the search."""
+def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
+    """The purpose of a probe, after a split or `split_before` any, and of how many `running` layouts in the race."""
+    layout, devices = probe.layout, len(probe.layout.active)
+    match probe.stage:
+        case "solo":
+            return _explain_alone(layout, probe.turn)
+        case "part":
+            return f"Measures every device alone on rows of a sharded model: {WHY_SOLO[min(probe.turn, 3)]}."
+        case "shard":
+            return f"Measures a real step of the model in shards over {devices} devices."
+        case "rest":
+            why = "it may beat every split" if split_before else "what every split has to beat"
+            return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
+        case "split" if layout.costs:
+            return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
+        case "split":
+            why = "what the last ones showed" if split_before else "the fastest that the curves predict"
+            return f"Measures a real step split over {devices} devices: {why}."
+        case "pack":
+            return f"Packs {layout.processes} trainings on one device."
+        case "knobs":
+            return "Measures the winner with other knobs, in turns."
+        case "check":
+            return "Measures the chosen layout again: the figure that it won by is likely to be too high."
+    if running == 1:
+        return f"Measures the only layout left, turn {probe.turn + 1}."
+    return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
 
-    probes: tuple[Probe, ...]
-    doing: str
-    ended: str | None = None
 
-
-def explain_exploring(probe: Probe, split_before: bool) -> str:
-    """The purpose of an exploring probe: every device alone, a real step, or one device while the others are idle."""
-    layout = probe.layout
+def _explain_alone(layout: Layout, turn: int) -> str:
     if layout.length:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
     if layout.costs:
-        if probe.stage == "solo":
-            return "Measures every device alone: the global batch, assigned by what its rows cost."
-        return f"Measures a real step, its rows assigned to {len(layout.active)} devices by what they cost."
-    if probe.stage == "solo":
-        if layout.in_passes:
-            return "Measures devices alone in several passes: what each further pass costs."
-        return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
-    if probe.stage == "rest":
-        why = "it may beat every split" if split_before else "what every split has to beat"
-        return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
-    first = "what the last ones showed" if split_before else "the fastest that the curves predict"
-    return f"Measures a real step split over {len(layout.active)} devices: {first}."
-
-
-def explain_sharding(probe: Probe) -> str:
-    """The purpose of a probe of a sharded training."""
-    if probe.stage == "part":
-        return f"Measures every device alone on rows of a sharded model: {WHY_SOLO[min(probe.turn, 3)]}."
-    return f"Measures a real step of the model in shards over {len(probe.layout.active)} devices."
-
-
-def sketch_curve(model: MachineModel, position: int) -> CurveSketch:
-    """A device's curve, to be drawn."""
-    device, curve = model.devices[position], model.alone[position]
-    largest = model.bounds.walls[position] or device.memory.ran or None
-    points: tuple[tuple[int, float], ...] = ()
-    if curve and largest:
-        sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
-        points = tuple((size, curve.seconds(size)) for size in sizes)
-    seen = tuple((p.batch, p.seconds) for p in device.alone)
-    return CurveSketch(position, points, seen, largest, device.memory.failed)
-
-
-def plan_curves(model: MachineModel, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-    """Each device's curve up to the global batch, and the rows of a pass that surely fit; empty for unused devices."""
-    found = list(NO_CURVE * len(layout.shares))
-    for i in layout.active:
-        curve = model.in_splits[i]
-        if curve is not None:
-            most = min(model.bounds.safe[i], model.pass_rows[i] or layout.global_batch, layout.global_batch)
-            found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
-    return tuple(found)
-
-
-def _cut_curve(curve: Curve, batch: int) -> Knots:
-    """The knots below a batch, and the curve there."""
-    bends = len(curve.batches) if curve.bent else 1
-    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
-    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
-
-
-def _round(figure: float) -> float:
-    return float(f"{figure:.6g}")
-
-
-def explain_race(probe: Probe, layouts: int) -> str:
-    """A turn of one of the layouts that still run."""
-    if probe.stage == "pack":
-        return f"Packs {probe.layout.processes} trainings on one device."
-    if probe.stage == "knobs":
-        return "Measures the winner with other knobs, in turns."
-    if probe.stage == "check":
-        return "Measures the chosen layout again: the figure that it won by is likely to be too high."
-    if layouts == 1:
-        return f"Measures the only layout left, turn {probe.turn + 1}."
-    return f"Races {layouts} layouts in turns; this is turn {probe.turn + 1}."
+        return "Measures every device alone: the global batch, assigned by what its rows cost."
+    if layout.in_passes:
+        return "Measures devices alone in several passes: what each further pass costs."
+    return f"Measures every device alone: {WHY_SOLO[min(turn, 3)]}."
 
 
 def explain_nobody(model: MachineModel) -> str:

@@ -13,75 +13,71 @@ from functools import cached_property
 
 import msgspec
 
-from ..types import Layout, Probe, Problem, Result, Stage, Timed
-from .budget import Budget
+from ..types import Layout, Probe, Result, Stage, Timed
 from .candidates import Candidates
-from .layouts import Candidate, LayoutOptions
+from .layouts import Candidate
 from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .statistics import relative_half_width
 
 
-class Race:
-    """The race as one set of observations has it."""
+class Race(Candidates):
+    """The race between the candidates, as one set of observations has it."""
 
-    def __init__(self, problem: Problem, options: LayoutOptions, candidates: Candidates, budget: Budget) -> None:
-        self._problem, self._options, self._candidates, self._budget = problem, options, candidates, budget
-        self._seen = candidates.seen
-
-    def next_probe(self) -> Probe | None:
-        """The next measurement; None when the race is over."""
+    def next_probes(self) -> tuple[Probe, ...]:
+        """The next measurement; empty when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
-        probe = probe or self._once_more() or self._next_turn(self._candidates.running, "race")
-        return probe or self._next_turn(self._knob_rivals, "knobs")
+        probe = probe or self._once_more() or self._next_turn(self.running, "race")
+        probe = probe or self._next_turn(self._knob_rivals, "knobs")
+        return (probe,) if probe else ()
 
-    def repeat_best(self, chosen: Layout) -> Probe | None:
+    def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Another turn of the chosen layout and of the best other one, while the budget has time for one."""
         if self._problem.budget_seconds is None:
-            return None
+            return ()
         stage: Stage = "knobs" if chosen.knobs else "race"
         others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]
-        turns = {one: self._seen.turns_taken(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
+        turns = {one: self.seen.turns_taken(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
         last = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         due = [layout for layout, taken in turns.items() if last not in taken]
         turn, layout = (last, due[0]) if due else (last + 1, chosen)
         if not self._budget.affords(layout, stage, turn=turn):
-            return None
-        return Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn)
+            return ()
+        return (Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn),)
 
-    def check(self, best: Result) -> Probe | None:
+    def check(self, best: Result) -> tuple[Probe, ...]:
         """The chosen layout once more, and again while its figure is rough; None where nothing else was measured."""
         layout, rough = best.layout, relative_half_width(best.throughput) > ROUGH
-        checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
+        checks = [seen for seen in self.seen.in_stage("check") if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
         wanted = not checks or held or (rough and best.turns < MOST_TURNS)
-        alone = all(seen.probe.layout == layout for seen in self._seen.all_timed())
+        alone = all(seen.probe.layout == layout for seen in self.seen.all_timed())
         if alone or not wanted or not self._budget.affords(layout, "check"):
-            return None
+            return ()
         seconds = self._budget.probe_seconds(layout, "check", 1)
-        turns = (*self._seen.turns(layout, "knobs" if layout.knobs else "race"), *(seen.probe.turn for seen in checks))
-        return Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1)
+        turns = (*self.seen.turns(layout, "knobs" if layout.knobs else "race"), *(seen.probe.turn for seen in checks))
+        return (Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1),)
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
         """The turns of each candidate that is still running."""
-        return {one.layout: self._seen.turns(one.layout) for one in self._candidates.running}
+        return {one.layout: self.seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[Standing, ...]:
         """The winner first; with the winner's knobs, once they were tried."""
         rivals = self._knob_rivals
-        tried = rank(rivals, {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}, self._problem)
+        tried = rank(rivals, {one.layout: self.seen.turns(one.layout, "knobs") for one in rivals}, self._problem)
         return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
 
     @cached_property
     def _without_knobs(self) -> tuple[Standing, ...]:
-        return rank(self._candidates.running, self.turns, self._problem)
+        return rank(self.running, self.turns, self._problem)
 
     @cached_property
     def _unmeasured(self) -> list[Candidate]:
-        return [one for one in self._candidates.running if not self.turns[one.layout]]
+        return [one for one in self.running if not self.turns[one.layout]]
 
     @property
     def unmeasured_firsts(self) -> tuple[Candidate, ...]:
@@ -100,7 +96,7 @@ class Race:
 
     @cached_property
     def _left_unsettled(self) -> tuple[list[Candidate], bool]:
-        return self._unsettled(self._candidates.running, "race")
+        return self._unsettled(self.running, "race")
 
     # ------------------------------------------------------------------ first turn
 
@@ -115,7 +111,7 @@ class Race:
         left = self._unmeasured
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
         probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
-        reserved = knobs + others if self._options.needs_more_children else 0.0
+        reserved = knobs + others if self.options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, self._step_to_win(layout), reserved)
         return Probe(layout, stage, seconds, FIRST_TURN)
 
@@ -129,21 +125,21 @@ class Race:
         for layout, turns in self.turns.items():
             if len(turns) != 1 or not all(one.held_back() for one in turns.values()):
                 continue
-            turn = max(self._seen.turns_taken(layout, "race")) + 1
+            turn = max(self.seen.turns_taken(layout, "race")) + 1
             if self._budget.affords(layout, "race", turn=turn, reserved=self._budget.least_seconds(layout)):
                 return Probe(layout, "race", self._budget.probe_seconds(layout, "race", len(self.turns)), turn)
         return None
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
         """The most expected samples/s for each second of the probe come first; a family's extra candidates last."""
-        expected = max(self._candidates.expected_rate(one), LEAST_RATE)
-        return (one.extra and self._options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
+        expected = max(self.expected_rate(one), LEAST_RATE)
+        return (one.extra and self.options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> Probe | None:
         """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
-        wanted = [layout for _, packing in self._candidates.packings if (layout := packing.next_layout()) is not None]
+        wanted = [layout for _, packing in self.packings if (layout := packing.next_layout()) is not None]
         reserved = self.turn_seconds
         for layout in sorted(wanted, key=lambda one: one.processes):
             if self._budget.affords(layout, "pack", reserved=reserved):
@@ -155,7 +151,7 @@ class Race:
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
         """The next rival of the open turn, or of a new one."""
-        turns = {one.layout: self._seen.turns_taken(one.layout, stage) for one in rivals}
+        turns = {one.layout: self.seen.turns_taken(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
             due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
@@ -179,7 +175,7 @@ class Race:
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
         turns = {
-            one.layout: {turn: seen for turn, seen in self._seen.turns(one.layout, stage).items() if turn < before}
+            one.layout: {turn: seen for turn, seen in self.seen.turns(one.layout, stage).items() if turn < before}
             for one in rivals
         }
         ran = [one for one in rivals if turns[one.layout]]
@@ -192,17 +188,17 @@ class Race:
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
         """The winner as it is, and with each knob; without those that failed. Empty if no knobs were asked for."""
-        if not self._without_knobs or not self._options.knobs:
+        if not self._without_knobs or not self.options.knobs:
             return []
         winner = self._without_knobs[0].candidate
-        layouts = [msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self._options.knobs]
+        layouts = [msgspec.structs.replace(winner.layout, knobs=(knob,)) for knob in self.options.knobs]
         rivals = [winner, *(Candidate(winner.family, layout) for layout in layouts)]
-        return [one for one in rivals if self._seen.broken(one.layout) is None]
+        return [one for one in rivals if self.seen.broken(one.layout) is None]
 
     @property
     def turn_seconds(self) -> float:
         """The least seconds that a turn of every candidate, with knobs, should take; packs leave as many."""
-        return self._budget.total_seconds(one.layout for one in self._candidates.running) + self._knobs_seconds
+        return self._budget.total_seconds(one.layout for one in self.running) + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:

@@ -6,20 +6,21 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from evener.plan.layout import Knots
+from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation
 
 from ..families import device_counts
 from ..objectives import Objective, find_objective
-from ..types import Layout, Probe, layout_of, solo
+from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
-from .decisions import NO_CURVE, plan_curves
-from .layouts import split_evenly
+from .layouts import NO_CURVE, split_evenly
 from .predictions import LIKELY_SETS, Predictions
 from .ranking import is_tolerable, smallest_gain, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
 PARTS = (1.0, 0.85, 0.5, 0.25)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
+SKETCHED = 24  # points of a curve for drawing
 MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
 # worse on 13 of 240 machines of 2 to 4
 
@@ -56,7 +57,23 @@ class RowDevices(Predictions):
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
-        return plan_curves(self, layout) if layout.traits.together else NO_CURVE * len(layout.shares)
+        found = list(NO_CURVE * len(layout.shares))
+        for i in layout.active if layout.traits.together else ():
+            if (curve := self.in_splits[i]) is not None:
+                most = min(self.bounds.safe[i], self.pass_rows[i] or layout.global_batch, layout.global_batch)
+                found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
+        return tuple(found)
+
+    def sketch(self, position: int) -> CurveSketch:
+        """A device's curve, to be drawn."""
+        device, curve = self.devices[position], self.alone[position]
+        largest = self.bounds.walls[position] or device.memory.ran or None
+        points: tuple[tuple[int, float], ...] = ()
+        if curve and largest:
+            sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
+            points = tuple((size, curve.seconds(size)) for size in sizes)
+        seen = tuple((p.batch, p.seconds) for p in device.alone)
+        return CurveSketch(position, points, seen, largest, device.memory.failed)
 
     # ------------------------------------------------------------------ one device
 
@@ -192,6 +209,17 @@ class RowDevices(Predictions):
         best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self.problem.max_global_batch or each)
+
+
+def _cut_curve(curve: Curve, batch: int) -> Knots:
+    """The knots below a batch, and the curve there."""
+    bends = len(curve.batches) if curve.bent else 1
+    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
+    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
+
+
+def _round(figure: float) -> float:
+    return float(f"{figure:.6g}")
 
 
 def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:

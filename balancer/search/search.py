@@ -1,8 +1,12 @@
-"""The search: a problem in, probes out, observations back, and at every moment the best layout measured so far."""
+"""The search: a problem in, probes out, observations back, and at every moment the best layout measured so far.
+
+Everything is computed once, when it is first asked for; what exploration alone decides is kept for as long as it sees
+nothing new.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
@@ -10,30 +14,24 @@ import msgspec
 
 from evener.plan.layout import Knots
 
-from ..families import PACK, PackMode
+from ..families import PACK, PackMode, family_of
 from ..objectives import find_objective
 from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
-from .decisions import (
-    Decision,
-    Stop,
-    explain_exploring,
-    explain_nobody,
-    explain_race,
-    explain_sharding,
-    sketch_curve,
-)
-from .layouts import BALANCE, Candidate, LayoutOptions
-from .machine_model import MachineModel
-from .observations import Observations
-from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, mean_power, throughput, widen
-from .reading import SearchReading, result_of
+from .decisions import Stop, explain_nobody, explain_probe
+from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
+from .observations import SHARDED, STAGES, Observations
+from .race import Race
+from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, choose_winner, mean_power, throughput, widen
 from .rows import RowDevices
+from .sharding import Sharding
 from .solo_stage import SMALL
 from .statistics import relative_half_width
 from .texts import TextDevices
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
+TOLD = ("problem", "options", "_seen")  # to a search; everything else follows from it
+EXPLORED = ("model", "devices", "sharding", "_first_budget")  # follows from what exploration saw
 
 
 class Search:
@@ -46,16 +44,15 @@ class Search:
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
         self.problem, self.options = problem, options
         self._seen = Observations(problem)
-        self._reading = SearchReading(problem, options, self._seen)
 
     def tell(self, seen: Observation) -> None:
         """Take an observation: in any order, asked for or not, more than once."""
+        explored = self._seen.explored_version
         self._seen.add(seen)
-        self._read_again()
+        self._read_again(EXPLORED if explored == self._seen.explored_version else ())
 
-    def _read_again(self) -> None:
-        self._reading = SearchReading(self.problem, self.options, self._seen, self._reading)
-        self.__dict__.pop("_decision", None)
+    def _read_again(self, still_true: Sequence[str] = ()) -> None:
+        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in (*TOLD, *still_true)}
 
     def learn_data(
         self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None
@@ -79,7 +76,7 @@ class Search:
 
     def ask(self) -> tuple[Probe, ...]:
         """The probes to run now, at the same time; empty when the search is over. Asking changes nothing."""
-        return self._decision.probes
+        return self._next
 
     def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
         """Ask, measure, tell, until the search has no more questions."""
@@ -90,83 +87,125 @@ class Search:
 
     def why_stopped(self) -> str | None:
         """Why nothing more is asked, in words; None while something is."""
-        return None if self._decision.probes else self._decision.ended
+        return None if self._next else self._why_over()
 
     def belief(self) -> Belief:
         """The search's view between two probes, to be drawn."""
-        model, sharding = self._reading.model, self._reading.sharding
-        if sharding is not None and not model.live:
-            model = sharding.devices
-        curves = tuple(sketch_curve(model, i) for i in range(self.problem.devices))
-        return Belief(curves, self._decision.doing)
+        model = self.sharding.devices if self.sharding is not None and not self.model.live else self.model
+        curves = tuple(model.sketch(i) for i in range(self.problem.devices))
+        running = len(self.race.running) if self._next and self._next[0].stage == "race" else 0
+        doing = [explain_probe(probe, bool(self.devices.splits), running) for probe in self._next[:1]]
+        return Belief(curves, "Tries once more what failed." if self._seen.open_failures() else (*doing, "Done.")[0])
 
-    # ------------------------------------------------------------------ the stages in their order
+    # ------------------------------------------------------------------ what comes next
 
     @cached_property
-    def _decision(self) -> Decision:
-        """The first stage that wants a probe gets it.
+    def _next(self) -> tuple[Probe, ...]:
+        return next(filter(None, self._wishes()), ())
+
+    def _wishes(self) -> Iterator[tuple[Probe, ...]]:
+        """What each part of the search would measure now, in the order in which they are asked; empty for nothing.
 
         The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent. When it is
         over, exploration may spend the rest of the budget.
         """
-        if again := self._seen.open_failures():
-            same = tuple(probe for probe in again if probe.stage == again[0].stage)
-            return Decision(same if again[0].stage == "solo" else same[:1], "Tries once more what failed.")
-        model, sharding = self._reading.model, self._reading.sharding
-        why = explain_nobody(model) if not model.live else self._reading.devices.why_none()
-        if not why and (decision := self._explore(self._reading.budget)):
-            return decision
-        if sharding is not None and (probes := sharding.next_probes()):
-            return Decision(probes, explain_sharding(probes[0]))
-        if why and not self._reading.candidates.running:
-            return Decision((), "Nothing more can be measured.", why)
-        if decision := self._repeat(ROUGH):
-            return decision
-        if probe := self._reading.race.next_probe():
-            return Decision((probe,), explain_race(probe, len(self._reading.candidates.running)))
-        if not why and self.problem.budget_seconds is not None and (decision := self._explore(self._rest)):
-            return decision
-        return self._check() or self._repeat() or Decision((), "Done.", self._why_over(model))
+        again = self._seen.open_failures()
+        same = tuple(probe for probe in again if probe.stage == again[0].stage)
+        yield same if again and again[0].stage == "solo" else same[:1]
+        yield self._explore(self.budget)
+        if self.sharding is not None:
+            yield self.sharding.next_probes()
+        if self._why_none and not self.race.running:
+            return
+        yield self._repeat(ROUGH)
+        yield self.race.next_probes()
+        if self.problem.budget_seconds is not None:
+            yield self._explore(self._rest)
+        yield self.race.check(best) if (best := self.best()) else ()
+        yield self._repeat()
+
+    def _explore(self, budget: Budget) -> tuple[Probe, ...]:
+        """The next batch of every device alone, else the next split; empty when nothing is wanted or affordable."""
+        return () if self._why_none else self.devices.next_probes(budget, self.options.with_splits)
 
     @property
     def _rest(self) -> Budget:
         """The budget that the race left, less the time to check its winner."""
-        winner, budget = self._reading.race.ranking[:1], self._reading.budget
-        kept = max((budget.least_seconds(one.candidate.layout) for one in winner), default=0.0)
-        seconds = (self.problem.budget_seconds or 0.0) - kept
-        problem = msgspec.structs.replace(self.problem, budget_seconds=max(0.0, seconds))
+        kept = max((self.budget.least_seconds(one.candidate.layout) for one in self.race.ranking[:1]), default=0.0)
+        return self._budget_of(max(0.0, (self.problem.budget_seconds or 0.0) - kept))
+
+    def _budget_of(self, seconds: float | None) -> Budget:
+        problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         return Budget(problem, self.options, self._seen, race_is_over=True)
 
-    def _check(self) -> Decision | None:
-        """The chosen layout once more: the figure reported is one that had no part in choosing it."""
-        best = self.best()
-        probe = self._reading.race.check(best) if best else None
-        return Decision((probe,), explain_race(probe, 1)) if probe else None
-
-    def _repeat(self, rougher_than: float = 0.0) -> Decision | None:
+    def _repeat(self, rougher_than: float = 0.0) -> tuple[Probe, ...]:
         """Another turn of the best layouts in time that was added, if the figure is rougher than that."""
         chosen = self.best() if self.problem.spend_all else None
         if chosen is None or relative_half_width(chosen.throughput) <= rougher_than:
-            return None
-        probe = self._reading.race.repeat_best(chosen.layout)
-        return Decision((probe,), "Measures the best layouts again, in the time that was added.") if probe else None
+            return ()
+        return self.race.repeat_best(chosen.layout)
 
-    def _explore(self, budget: Budget) -> Decision | None:
-        """The next batch of every device alone, else the next split; None when nothing is wanted or affordable."""
-        probes = self._reading.devices.next_probes(budget, self.options.with_splits)
-        return Decision(probes, explain_exploring(probes[0], bool(self._reading.devices.splits))) if probes else None
+    @cached_property
+    def _why_none(self) -> str:
+        """Why no device can train; empty if one can."""
+        return self.devices.why_none() if self.model.live else explain_nobody(self.model)
 
-    def _why_over(self, model: MachineModel) -> str:
-        found = self._reading.race.ranking
+    def _why_over(self) -> str:
+        found = self.race.ranking
+        if self._why_none and not self.race.running:
+            return self._why_none
         if not found:
-            return (Stop.BUDGET if self._seen.in_stage("split") or model.holds_batch else Stop.NO_FIT).value
-        problem = msgspec.structs.replace(self.problem, budget_seconds=None)
-        endless = Budget(problem, self.options, self._seen, race_is_over=True)
-        if self._reading.race.waits_for_budget or (model.live and self._explore(endless)):
+            return (Stop.BUDGET if self._seen.in_stage("split") or self.model.holds_batch else Stop.NO_FIT).value
+        if self.race.waits_for_budget or self._explore(self._budget_of(None)):
             return Stop.BUDGET.value
-        if self._reading.race.tied:
+        if self.race.tied:
             return Stop.TIED.value
         return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value
+
+    # ------------------------------------------------------------------ what follows from the observations
+
+    @cached_property
+    def model(self) -> RowDevices:
+        """The curves and limits of the devices, and what they say if all rows cost the same."""
+        return RowDevices(self.problem, self._seen, self._first_budget)
+
+    @cached_property
+    def devices(self) -> RowDevices | TextDevices:
+        """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
+        if not self.problem.lengths:
+            return self.model
+        longest = self._first_budget.longest_step() if self._first_budget.seconds is not None else None
+        return TextDevices(self.problem, self._seen, self.model.live, longest)
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
+        problem = self.problem
+        full = any(
+            not one.lost and one.out_of_use(problem.multiple_of) and self._seen.memory_limit(i) == limit
+            for i, (one, limit) in enumerate(zip(self.model.devices, problem.memory_bytes, strict=True))
+        )
+        asked = any(family.traits.sharded for family in self.options.wanted)
+        if not (problem.shards and asked and problem.devices > 1 and (full or self.options.shards)):
+            return None
+        if problem.budget_seconds is not None:
+            others = self._seen.spent_seconds(set(STAGES) - set(SHARDED))
+            problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
+        return Sharding(problem, self._seen.sharded)
+
+    @cached_property
+    def _first_budget(self) -> Budget:
+        return Budget(self.problem, self.options, self._seen)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The part of the budget that is left."""
+        return Budget(self.problem, self.options, self._seen, predict_rate=self.devices.predicted_rate)
+
+    @cached_property
+    def race(self) -> Race:
+        """The layouts that exploration and families offer, and the race between them."""
+        return Race(self.options, self.devices, self.budget, self.sharding.layouts() if self.sharding else [])
 
     # ------------------------------------------------------------------ who is best
 
@@ -175,7 +214,7 @@ class Search:
 
         Its figure is that of the turns since it was chosen, if there are any: of noisy figures the highest is too high.
         """
-        chosen = self._reading.chosen
+        chosen = self._chosen
         if chosen is None:
             return None
         fresh = self._seen.turns_once_chosen(chosen.layout)
@@ -189,13 +228,60 @@ class Search:
         """The result with an interval that has what other measurements showed, unless many turns say otherwise."""
         if one.turns > ENOUGH_TURNS:
             return one
-        own = {seen.probe for seen in (*self._reading.turns(one.layout).values(), *fresh)}
+        own = {seen.probe for seen in (*self._turns(one.layout).values(), *fresh)}
         others = [seen for seen in self._seen.timed_in(one.layout) if seen.probe not in own]
         return msgspec.structs.replace(one, throughput=widen(one.throughput, others, self.problem.devices > 1))
 
+    @cached_property
+    def _chosen(self) -> Result | None:
+        """The best layout, by the turns that chose it.
+
+        A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
+        more, the best of those that ran.
+        """
+        raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
+        if not all(candidate.synchronous for candidate in raced.values()):
+            return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
+        fit = [layout for layout in self._still_run() if self.problem.global_batch in (None, layout.global_batch)]
+        layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
+        layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
+        candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
+        if not candidates:
+            return None
+        turns = {layout: self._turns(layout) for layout in layouts}
+        return self._result_for(choose_winner(candidates, turns, self.problem).layout)
+
+    def _repeats(self, layout: Layout, raced: dict[Layout, Candidate]) -> bool:
+        """True if an explored layout is one of the race but for shares that no measurement could tell apart."""
+        return layout not in raced and any(same_measurement(layout, one) for one in raced)
+
+    def _still_run(self) -> dict[Layout, list[Timed]]:
+        """Every layout that ran as one training and may run again; all that ran, if none may."""
+        ran = {layout: turns for layout, turns in self._ran().items() if self._turns(layout)}
+        return self._seen.still_fit(ran) or ran
+
+    def _ran(self) -> dict[Layout, list[Timed]]:
+        """Every layout that ran as one whole training."""
+        found = self._seen.timed(("solo", "rest", "split", "shard", "race"))
+        trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
+        return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
+
+    def _raced(self, layout: Layout) -> dict[int, Timed]:
+        """Every turn that a layout took in the race, or with other knobs."""
+        return self._seen.turns(layout, "knobs" if layout.knobs else "race")
+
+    def _turns(self, layout: Layout) -> dict[int, Timed]:
+        """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
+        return self._raced(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
+
+    def _result_for(self, layout: Layout) -> Result:
+        """A layout's throughput over its turns."""
+        turns = self._turns(layout)
+        return Result(layout, throughput(turns), len(turns))
+
     def ranking(self) -> tuple[Standing, ...]:
         """Every layout of the race, the winner first, each with the one figure that is said of it."""
-        best, found = self.best(), self._reading.race.ranking
+        best, found = self.best(), self.race.ranking
         results = (self._widened(result_of(one)) for one in found)
         said = (best if best and best.layout == one.layout else one for one in results)
         figures = (result.throughput for result in said)
@@ -203,7 +289,7 @@ class Search:
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
-        found = [self._widened(self._reading.result_for(layout)) for layout in self._reading.still_run()]
+        found = [self._widened(self._result_for(layout)) for layout in self._still_run()]
         return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
 
     def solos(self) -> tuple[Result | None, ...]:
@@ -225,14 +311,9 @@ class Search:
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """The turns that a layout took, to say where its time went."""
-        return tuple(self._reading.raced(layout).values())
+        return tuple(self._raced(layout).values())
 
     # ------------------------------------------------------------------ what is known of the machine
-
-    @property
-    def devices(self) -> RowDevices | TextDevices:
-        """The model of the devices and of the exchange between them."""
-        return self._reading.devices
 
     @property
     def mean_length(self) -> float:
@@ -241,59 +322,64 @@ class Search:
 
     def padding(self, layout: Layout) -> float:
         """The part of the computed tokens that is padding, as measured."""
-        return fmean([one.padding for one in self._reading.turns(layout).values()] or [0.0])
+        return fmean([one.padding for one in self._turns(layout).values()] or [0.0])
 
     def power(self, layout: Layout) -> Power | None:
         """The power that all devices of the request draw while a layout trains; None if one doesn't report it."""
-        return mean_power(self._reading.turns(layout))
+        return mean_power(self._turns(layout))
 
     def value(self, one: Result) -> float:
         """The objective's value for a layout at this rate; 0 if it is unknown."""
-        turns = self._reading.turns(one.layout).values()
+        turns = self._turns(one.layout).values()
         return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
     def rate_of(self, batch: int) -> float:
         """The samples/s to expect of another global batch, by the devices' curves; 0 if that isn't known."""
-        return self._reading.model.rate_of(batch)
+        return self.model.rate_of(batch)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
-        sharding = self._reading.sharding if layout.traits.sharded else None
-        return (sharding or self._reading.devices).curves(layout)
+        sharding = self.sharding if layout.traits.sharded else None
+        return (sharding or self.devices).curves(layout)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
 
     def unmeasured(self) -> tuple[Candidate, ...]:
         """The layouts that the budget left without a measurement."""
-        return self._reading.race.unmeasured_firsts
+        return self.race.unmeasured_firsts
 
     def ungrown(self) -> tuple[Candidate, ...]:
         """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
-        found = [packing.next_layout() for _, packing in self._reading.candidates.packings if packing.still_gains]
+        found = [packing.next_layout() for _, packing in self.race.packings if packing.still_gains]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
 
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
-        budget = self._reading.budget
+        budget = self.budget
         missing = [one.layout for one in self.unmeasured()]
-        live = self._reading.model.live
+        live = self.model.live
         if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         once = budget.enough_for(budget.total_seconds(missing))
         grown = budget.total_seconds(one.layout for one in self.ungrown())
-        return max(once, budget.enough_to_grow(grown + self._reading.race.turn_seconds)) if grown else once
+        return max(once, budget.enough_to_grow(grown + self.race.turn_seconds)) if grown else once
 
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Each layout that ran out of memory in the race, with the smaller one in its place."""
-        return self._reading.candidates.retreats
+        return self.race.retreats
 
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that failed, with the failure."""
-        pairs = [(one, self._seen.broken(one.layout)) for one in self._reading.candidates.all]
-        refused = [failure for _, packing in self._reading.candidates.packings if (failure := packing.refused())]
+        pairs = [(one, self._seen.broken(one.layout)) for one in self.race.all]
+        refused = [failure for _, packing in self.race.packings if (failure := packing.refused())]
         packs = [(Candidate(PACK, failure.probe.layout), failure) for failure in refused]
         return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
 
     def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
         """The observations of packs of growing size, by mode."""
-        return {mode: packing.seen for mode, packing in self._reading.candidates.packings}
+        return {mode: packing.seen for mode, packing in self.race.packings}
+
+
+def result_of(one: Standing) -> Result:
+    """A layout's throughput in the race."""
+    return Result(one.candidate.layout, one.throughput, one.turns)

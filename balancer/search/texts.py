@@ -17,8 +17,8 @@ from evener.plan.layout import Knots
 
 from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
-from .decisions import NO_CURVE, explain_too_long
-from .layouts import RETREATS, split_evenly
+from .decisions import explain_too_long
+from .layouts import NO_CURVE, RETREATS, split_evenly
 from .model.step_time import WIDE
 from .observations import MOST_TURNS
 from .solo_stage import MOST_PASSES, SMALL

@@ -95,7 +95,7 @@ def compare(case: ComparisonCase) -> tuple[Search, int, float]:
 def score(case: ComparisonCase) -> Score:
     """Run one machine and compare its verdict with the truth."""
     comparison, probes, seconds = compare(case)
-    truths = truth(case, comparison._reading.candidates.common_batch)
+    truths = truth(case, comparison.race.common_batch)
     best = max(truths, key=lambda name: truths[name])
     standing = comparison.ranking()[0]
     layout = standing.candidate.layout

@@ -69,7 +69,7 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
     """Where no other split is asked for: one device is fastest at about 256 samples, the other at all that fit."""
     early = device("B", 40.0, curve=((16, 6.0), (256, 40.0), (512, 400.0), (1024, 3000.0)))
     search = run(machine(device("A", 40.0), early), LayoutOptions(("even",), scaling=False), batch=None)
-    (even,) = search._reading.candidates.all
+    (even,) = search.race.all
     assert 100 <= even.layout.shares[0] == even.layout.shares[1] <= 600
 
 

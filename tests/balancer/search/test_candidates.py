@@ -26,7 +26,7 @@ def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, lis
     """The layouts of a whole race, by family."""
     search = Search(bench.problem(**problem), options).run(bench.measure)
     found: dict[str, list[Layout]] = {}
-    for one in search._reading.candidates.all:
+    for one in search.race.all:
         found.setdefault(one.family.name, []).append(one.layout)
     return found
 
@@ -112,10 +112,10 @@ def test_a_family_s_further_candidates_are_extra() -> None:
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
     search = Search(three.problem(), LayoutOptions(("solo", "split"))).run(three.measure)
     for family, most in (("split", 2 + len(PARTS)), ("solo", 1)):
-        extra = [one.extra for one in search._reading.candidates.all if one.family.name == family]
+        extra = [one.extra for one in search.race.all if one.family.name == family]
         assert extra == [i > 0 for i in range(len(extra))]
         assert len(extra) <= most
-    assert len([one for one in search._reading.candidates.all if one.family.name == "split"]) > 1
+    assert len([one for one in search.race.all if one.family.name == "split"]) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,11 +159,11 @@ def test_results_are_listed_from_the_fastest() -> None:
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     """Whatever else was measured, and in whatever order."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)).run(FOUR.measure)
-    (fastest,) = [one.layout for one in search._reading.candidates.all if one.family.name == "split"]
+    (fastest,) = [one.layout for one in search.race.all if one.family.name == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
-    assert [one.layout for one in search._reading.candidates.all if one.family.name == "split"] == [fastest]
+    assert [one.layout for one in search.race.all if one.family.name == "split"] == [fastest]
     assert fastest.shares[0] > fastest.shares[3]
 
 
@@ -172,4 +172,4 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
     for batch in (4, 8):
         for position in (0, 1):
             search.tell(OutOfMemory(Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0))
-    assert search._reading.candidates.common_batch == 4
+    assert search.race.common_batch == 4

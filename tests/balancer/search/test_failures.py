@@ -65,8 +65,8 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
                 search.tell(OutOfMemory(probe, (0,), "full", 1.0))
             else:
                 search.tell(_seen(probe, (0,) if rows > 1 else ()))
-    assert search._reading.model.live == (0, 1)
-    assert search._reading.model.devices[0].memory.failed is not None
+    assert search.model.live == (0, 1)
+    assert search.model.devices[0].memory.failed is not None
 
 
 @pytest.mark.parametrize("stage", ["race", "check"])

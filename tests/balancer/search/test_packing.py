@@ -30,7 +30,7 @@ def searched(runs: int, budget: float | None = None) -> Search:
 
 def logical(search: Search) -> list[int]:
     """How many trainings the logical packs of the race have."""
-    return [one.layout.processes for one in search._reading.candidates.all if one.layout.placement == "logical"]
+    return [one.layout.processes for one in search.race.all if one.layout.placement == "logical"]
 
 
 def packs(bench: Bench, memory: int | None, batch: int | None = None, free: int = 89) -> list[tuple[int, int]]:

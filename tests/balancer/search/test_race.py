@@ -77,7 +77,7 @@ def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
             search, _ = noisy(PAIR, deviation, seed, tolerance=0.01, budget_seconds=200.0)
             why = search.why_stopped()
             reasons.add(why)
-            race = search._reading.race
+            race = search.race
             leader = max(race.turns, key=lambda layout: throughput(race.turns[layout]).value)
             gains = [
                 compare_turns(taken, race.turns[leader]).expected_gain()

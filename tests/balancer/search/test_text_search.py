@@ -140,9 +140,7 @@ def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
         again.tell(one)
     assert again.best() == search.best()
     assert again.why_stopped() == search.why_stopped()
-    assert [one.layout for one in again._reading.candidates.all] == [
-        one.layout for one in search._reading.candidates.all
-    ]
+    assert [one.layout for one in again.race.all] == [one.layout for one in search.race.all]
 
 
 def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
