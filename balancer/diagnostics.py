@@ -80,7 +80,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
     try:
         listing = backend.list_devices()
     except DeviceError as fault:
-        return Check(name, "note", fault.message, f"{fault.remedy} Without it, CPU slices are used."), 0
+        return Check(name, "note", fault.message, f"{fault.remedy} Without any GPU, CPU slices are used."), 0
     count = len(listing.devices)
     if listing.notes:
         return Check(name, "problem", " ".join(listing.notes), backend.remedy), count

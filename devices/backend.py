@@ -42,16 +42,15 @@ class Discovery(msgspec.Struct, frozen=True):
     driver: str = ""  # version of the devices' driver
 
 
-def choose_devices(listing: Listing, terms: Sequence[Term], variable: str, variables: Mapping[str, str]) -> Discovery:
-    """The listed devices that the terms name; those without a pick mean all that `variable` leaves."""
-    hidden = variables.get(variable)
+def choose_devices(listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str) -> Discovery:
+    """The listed devices that the terms name; one without a pick means all visible ones; `hidden` says why none is."""
     chosen: list[Device] = []
     for term in terms:
-        picked = (pick_device(listing.devices, term.pick),) if term.pick else visible_devices(listing.devices, hidden)
+        picked = (pick_device(listing.devices, term.pick),) if term.pick else visible
         if not picked:
             kind = listing.devices[0].kind
             remedy = f"Unset it, or name {kind.upper()}s as in {kind}:0."
-            raise DeviceError(f"{variable}={hidden!r} hides every {kind.upper()}.", remedy)
+            raise DeviceError(f"{hidden} hides every {kind.upper()}.", remedy)
         chosen += [limited(device, term.limit) for device in picked]
     crowded = [
         f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."
@@ -227,7 +226,12 @@ class Backend(Protocol):
 
         DeviceError: there are none, or all are hidden. RequestError: one that is named isn't there.
         """
-        return choose_devices(self.list_devices(), terms, self.visible_variable, variables)
+        listing, hidden = self.list_devices(), f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
+        return choose_devices(listing, terms, self.visible(listing.devices, variables), hidden)
+
+    def visible(self, devices: Sequence[Device], variables: Mapping[str, str]) -> tuple[Device, ...]:
+        """The listed devices that the environment `variables` leave to a process, in the order that they say."""
+        return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
         """A plan's device as `--devices` names it: its id; DeviceError for one that can't train."""

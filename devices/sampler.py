@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 
-from .backend import visible_devices
 from .discover import discover, open_source
 from .registry import find_backend
 from .simulated import SimulatedSource
@@ -188,7 +187,6 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
     """The devices that a search uses: a monitor shows every GPU, and a variable may hide some from frameworks."""
-    variable = find_backend(devices[0].kind).visible_variable if devices else ""
-    if not variable or devices[0].host:
+    if not devices or devices[0].host:
         return devices
-    return visible_devices(devices, os.environ.get(variable))
+    return find_backend(devices[0].kind).visible(devices, os.environ)

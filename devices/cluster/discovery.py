@@ -22,13 +22,14 @@ from evener.errors import DeviceError, PlanError, RequestError
 from evener.live.files import LiveDevice
 from evener.plan.file import Plan
 
-from ..backend import Discovery, visible_devices
+from ..backend import Discovery
 from ..registry import BACKENDS, all_backends, find_backend, find_here
 from ..terms import EVERY_HOST
 from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, Term, group_by_host
 from .agents import Agent, HostLostError, Kept, ask_each, find_agent, start_actor, start_agents
 from .connection import Node, connect, list_nodes
 
+Devices = tuple[Device, ...]
 PACKAGES = ("ray", "tensorflow", "keras", "torch", "numpy")
 
 
@@ -95,14 +96,12 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
     versions = describe_versions()
     if terms[0].kind == "cpu":
         return HostDevices(find_here(terms, {}), versions)
-    held = None if gpu_ids is None else ",".join(gpu_ids)
-    every, variable = _list_accelerators(terms[0].kind)
-    usable = visible_devices(every, held)
+    every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
     taken = tuple(device.label for device in every if device not in usable)
     if every and not usable:
         return HostDevices(Discovery(()), versions, f"Ray gives this process none of its GPUs ({', '.join(taken)}).")
     try:
-        found = find_here(terms, {} if held is None or not every else {variable: held})
+        found = find_here(terms, held)
     except DeviceError as fault:
         return HostDevices(Discovery(()), versions, fault.message)
     ids = {device.id for device in usable}
@@ -112,16 +111,18 @@ def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDe
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
     """Runs on the host: the UUIDs of GPUs that Ray holds for this process."""
-    return tuple(device.id for device in visible_devices(_list_accelerators("auto")[0], ",".join(gpu_ids)))
+    return tuple(device.id for device in _list_accelerators("auto", gpu_ids)[1])
 
 
-def _list_accelerators(kind: str) -> tuple[tuple[Device, ...], str]:
-    """The devices of this kind, "auto" of the first kind that is here, and the variable that hides some of them."""
+def _list_accelerators(kind: str, held: Sequence[str] | None) -> tuple[Devices, Devices, dict[str, str]]:
+    """All devices of this kind ("auto": of the first one here), those that Ray holds, and the variables that say so."""
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
             with suppress(DeviceError):
-                return backend.list_devices().devices, backend.visible_variable
-    return (), ""
+                every = backend.list_devices().devices
+                variables = {} if held is None else {backend.visible_variable: ",".join(held)}
+                return every, backend.visible(every, variables), variables
+    return (), (), {}
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:

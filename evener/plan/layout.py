@@ -19,7 +19,7 @@ BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 
-GPU_IDS = ("GPU-", "MIG-")  # how ids of GPUs begin; each maker's backend in devices/ says so of its own
+GPU_IDS = {"GPU-": "GPU", "MIG-": "GPU"}  # how GPUs' ids begin, and their labels, as each maker's backend says too
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
@@ -82,7 +82,13 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def on_gpu(self) -> bool:
         """True for a GPU: neither a slice of the CPU nor a simulated device."""
-        return self.device.upper().startswith(GPU_IDS)
+        return bool(self.gpu_label)
+
+    @property
+    def gpu_label(self) -> str:
+        """A GPU's label as in the monitor, GPU:1; empty for another device."""
+        words = [word for prefix, word in GPU_IDS.items() if self.device.upper().startswith(prefix)]
+        return f"{words[0]}:{self.index}" if words else ""
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

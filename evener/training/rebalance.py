@@ -304,11 +304,8 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
     """The devices' names in the monitor; none where shares don't tell devices apart."""
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
-    return tuple(f"{share.host}/{_name(share)}" if share.host else _name(share) for share in shares)
-
-
-def _name(share: Share) -> str:
-    return f"GPU:{share.index}" if share.on_gpu else share.device
+    names = [share.gpu_label or share.device for share in shares]
+    return tuple(f"{share.host}/{name}" if share.host else name for share, name in zip(shares, names, strict=True))
 
 
 def choose_quantum(shares: Sequence[int]) -> int:

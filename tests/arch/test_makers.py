@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from evener.devices.registry import all_backends
+from evener.devices.registry import BACKENDS, all_backends
 from evener.plan.layout import GPU_IDS
 from tests.support.sources import PACKAGES, REPO, compared, files, nodes, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
-KIND = re.compile(r"(cpu|gpu|sim)([-:].*)?", re.IGNORECASE)  # of devices, and how their labels and ids begin
-OWN = ("devices/nvidia/", "devices/registry.py")
+KIND = re.compile(rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE)  # of devices, and how their labels and ids begin
+OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the last has GPU_IDS
 # "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both frameworks read
 FRAMEWORKS = (
     "evener/torch_rows/",
@@ -84,8 +84,8 @@ def test_no_kind_of_devices_is_compared() -> None:
 
 def test_plans_know_the_ids_of_every_makers_gpus() -> None:
     """A training script, which can't ask a backend, would put a GPU that it doesn't know on the CPU."""
-    prefixes = {prefix for backend in all_backends() if backend.own_memory for prefix in backend.id_prefixes}
-    assert {prefix.upper() for prefix in prefixes} == set(GPU_IDS)
+    makers = [backend for backend in all_backends() if backend.own_memory]
+    assert {prefix.upper(): each.kind.upper() for each in makers for prefix in each.id_prefixes} == GPU_IDS
 
 
 def test_a_makers_name_would_be_found() -> None:

@@ -109,7 +109,7 @@ def test_the_reason_names_the_device_how_much_and_since_when() -> None:
 
 
 def test_devices_are_named_as_in_the_monitor_and_by_rank_where_nothing_tells_them_apart() -> None:
-    shares = [Share("GPU-8a50", 1, "H200", 60, 0.6, host="b"), Share("cpu-0-of-2", 0, "a slice", 40, 0.4)]
+    shares = [Share("mig-8a50", 1, "H200", 60, 0.6, host="b"), Share("cpu-0-of-2", 0, "a slice", 40, 0.4)]
     assert name_devices(shares) == ("b/GPU:1", "cpu-0-of-2")
     assert name_devices([shares[1], shares[1]]) == ()
 

@@ -247,6 +247,7 @@ class TorchWorkload:
             "state": self._shards.describe() if self._shards is not None else None,
             "rows": self.recipe.data.rows if self.recipe.data is not None else 0,
             "batch_statistics": next((type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None),
+            "hip": torch.version.hip,  # None but in PyTorch for AMD's GPUs
             **cuda,
         }
         data = self.recipe.data
