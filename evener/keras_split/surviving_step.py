@@ -15,14 +15,13 @@ import keras
 import tensorflow as tf
 
 from ..errors import DeviceError
-from ..training.retreat import PassLimit, Retreat
+from ..training.retreat import PassLimit, Retreat, says_out_of_memory
 from .compatibility import PartKinds, all_layers, list_normalizations
 from .divisions import Cut
 from .group import Group
 from .keras_step import OwnRows, Tensors, count_rows
 from .passes import DevicePasses, PassSums, StateUpdate
 
-SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA_ERROR_OUT_OF_MEMORY")  # in other errors
 TOO_LONG = "larger than max"  # gRPC also says ResourceExhausted of a message
 
 
@@ -149,7 +148,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True if an error says that memory ran out, in TensorFlow's allocator or in a library that it calls."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
-    return isinstance(error, tf.errors.InternalError | tf.errors.UnknownError) and any(s in str(error) for s in SIGNS)
+    return isinstance(error, tf.errors.InternalError | tf.errors.UnknownError) and says_out_of_memory(str(error))
 
 
 def describe_memory(device: str) -> str:

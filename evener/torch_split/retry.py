@@ -20,27 +20,17 @@ import torch
 from ..errors import DeviceError, RequestError
 from ..torch_loss.measure import RandomState
 from ..torch_rows.structure import each_tensor
-from ..training.retreat import PassLimit, Retreat
+from ..training.retreat import PassLimit, Retreat, says_out_of_memory
 from .batch import Part
 from .collectives import count_foreign
 from .exchange import Exchange
-
-_SIGNS = (  # of errors of other types that mean the same
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "can't allocate memory",
-)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if an error says that memory ran out, in PyTorch's allocator or in a library that it calls."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 _IN_LOOPS = (

@@ -84,7 +84,7 @@ def resolve(
     return []
 
 
-_FAILED = re.compile(r"CUDA (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED")
+_FAILED = re.compile(r"(CUDA|HIP) (driver )?error|unhandled cuda error|Cuda failure|CUDNN_STATUS_EXECUTION_FAILED")
 _OF_THE_SCRIPT = re.compile(r"out of memory|device-side assert")
 
 

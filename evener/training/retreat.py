@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -12,6 +13,16 @@ from ..errors import DeviceError
 CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
 LOOK_STEPS = 10  # between looks whether other processes have given memory back
 MOST_FAILURES = 20  # of one row, in a row
+_SIGNS = re.compile(  # of frameworks' and libraries' errors that aren't of a type for it
+    r"(CUDA|HIP)( error:)? out of memory|CUDA_ERROR_OUT_OF_MEMORY|can't allocate memory"
+    r"|BLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
+    r"|miopenStatusAllocFailed"
+)
+
+
+def says_out_of_memory(text: str) -> bool:
+    """True if an error's text says that memory ran out, on a device or on the CPU."""
+    return bool(_SIGNS.search(text))
 
 
 class Retreat(msgspec.Struct, frozen=True):

@@ -238,6 +238,8 @@ def test_the_journal_has_the_retreats_of_all_ranks(trainer_ranks: Callable[..., 
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("HIP error: out of memory"), True),
+        (RuntimeError("NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'"), False),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
             True,

@@ -247,6 +247,7 @@ def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -
         ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
         ("CUDA out of memory. Tried to allocate 20.00 MiB", False),
         ("CUDA error: out of memory", False),
+        ("HIP error: an illegal memory access was encountered", True),
         ("CUDA error: device-side assert triggered", False),
         ("Connection closed by peer [127.0.0.1]:4711", False),
     ],
