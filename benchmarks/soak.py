@@ -37,8 +37,7 @@ from evener.balancer.session import Session
 from evener.devices.discover import discover, open_source
 from evener.devices.sampler import Sampler
 from evener.live.reporter import Reporter
-from evener.tui.view.cells import UNICODE
-from evener.tui.view.plain import snapshot_text
+from evener.tui.cli.monitor import snapshot_text
 
 LOOK_SECONDS = 0.5
 KEY_SECONDS = 1.7
@@ -131,7 +130,7 @@ def run_monitor(seconds: float) -> int:
             reporter.report(8, devices=["cpu-0-of-2"], workload="soak")
             snapshot = sampler.latest()
             if snapshot is not None:
-                drawn += bool(snapshot_text(snapshot, 132, UNICODE, colour=True))
+                drawn += bool(snapshot_text(snapshot, 132, colour=True))
                 sampler.history(snapshot.devices[0].device.id, "utilization_percent")
             time.sleep(0.1)
     reporter.close()

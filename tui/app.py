@@ -142,7 +142,7 @@ class EvenerApp(BaseApp):
 
         if not isinstance(self.screen, ModalScreen):
             notes = self.snapshot.notes if self.snapshot is not None else ()
-            self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, self.marks, width)))
+            self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, width)))
 
     def action_switch_theme(self) -> None:
         """Switch between dark and light."""

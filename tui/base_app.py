@@ -33,7 +33,7 @@ from evener.errors import EvenerError
 from evener.system.files import make_private
 
 from .text.formatting import plain
-from .view.cells import ASCII, UNICODE, Marks
+from .view.cells import to_ascii
 
 Post = Callable[[Message], object]
 JOIN_SECONDS = 30.0  # a session that hangs must not block the terminal forever
@@ -185,7 +185,7 @@ class BaseApp(App[int]):
         self.devices = devices
         self.trainable = trainable
         self.readonly = readonly
-        self.marks: Marks = ASCII if ascii else UNICODE
+        self.ascii = ascii
         self._session_maker = session_maker
         self._session: SessionThread | None = None
         self._before: SessionState | None = None  # the state that was shown, until the session has begun
@@ -197,6 +197,10 @@ class BaseApp(App[int]):
         if self._session is not None:
             self._session.close()
         self.publisher.close()
+
+    def shown(self, text: str) -> str:
+        """The text in the characters that the app draws with."""
+        return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
         """Keep the newest snapshot; screens watch it."""

@@ -15,8 +15,7 @@ from evener.devices.nvidia.source import DENIED_WORDS, SILENT_WORDS, NvmlSource,
 from evener.devices.snapshot_builder import SnapshotBuilder, TrainingRates
 from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from evener.errors import DeviceError
-from evener.tui.view.cells import UNICODE
-from evener.tui.view.plain import snapshot_text
+from evener.tui.cli.monitor import snapshot_text
 
 GIB = 1 << 30
 
@@ -103,7 +102,7 @@ def test_throttling_has_its_reasons_before_its_share(rig: Rig) -> None:
     snapshot = rig.tick(0.12)
     assert [sample.throttled_percent for sample in snapshot.devices] == [Reading(State.STALE)] * 2
     assert [sample.throttle_reasons for sample in snapshot.devices] == [(), ("power cap",)]
-    _, _, _, healthy, capped, *_ = snapshot_text(snapshot, 200, UNICODE, colour=False).splitlines()
+    _, _, _, healthy, capped, *_ = snapshot_text(snapshot, 200, colour=False).splitlines()
     assert "…" in healthy
     assert "lost" not in healthy
     assert "…   power cap" in capped

@@ -32,11 +32,10 @@ from evener.devices.types import Snapshot
 from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
+from evener.tui.cli.monitor import snapshot_text
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
 from evener.tui.text.summaries import Progress, observation_words, summary_lines
-from evener.tui.view.cells import UNICODE
-from evener.tui.view.plain import snapshot_text
 from evener.workloads import registry
 
 Target = Callable[[bytes], object]
@@ -168,7 +167,7 @@ def fuzz_snapshot(data: bytes) -> None:
     """Whatever a driver and processes say is drawn plain."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         snapshot = msgspec.json.decode(data, type=Snapshot)
-        _show(*snapshot_text(snapshot, 100, UNICODE, colour=False).splitlines())
+        _show(*snapshot_text(snapshot, 100, colour=False).splitlines())
 
 
 def fuzz_devices(data: bytes) -> None:

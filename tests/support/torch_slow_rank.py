@@ -12,8 +12,8 @@ import torch.distributed as dist
 from evener.devices.discover import discover, open_source
 from evener.live import reporter as live
 from evener.torch_split import Split
+from evener.tui.cli.monitor import snapshot_document
 from evener.tui.text.formatting import json_text
-from evener.tui.view.plain import snapshot_document
 from tests.support import torch_rebalance_programs
 from tests.support.torch_program_parts import data
 from tests.support.torch_rebalance_programs import SlowBackward

@@ -12,7 +12,6 @@ from evener.devices.types import LOST, Device, Snapshot
 from evener.errors import RequestError
 from evener.tui.screens.monitor import DevicePanel
 from evener.tui.text.parsing import select_devices
-from evener.tui.view.cells import ASCII, UNICODE
 from evener.tui.view.devices import HostRow, draw_host, group_rows
 from tests.support.pilots import text, until
 
@@ -43,8 +42,8 @@ def test_devices_stand_below_their_hosts(script: Any) -> None:
     assert isinstance(second, HostRow)
     assert (second.host, second.folded) == (SMALL, False)
     assert device is second.samples[0]
-    assert draw_host(first, 80, UNICODE, False).text.startswith(f" ▶ {BIG} 2 devices 95 % busy · 125 GiB used · ")
-    assert draw_host(second, 30, ASCII, False).text == f" v {SMALL} 1 device 98 % bus~"
+    assert draw_host(first, 80, False).text.startswith(f" ▶ {BIG} 2 devices 95 % busy · 125 GiB used · ")
+    assert draw_host(second, 30, False).text == f" ▼ {SMALL} 1 device 98 % bus…"
     alone = script.snapshot().devices
     assert group_rows(alone, {""}) == alone
 

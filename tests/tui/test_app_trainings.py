@@ -12,11 +12,10 @@ from textual.pilot import Pilot
 
 from evener.devices.types import Snapshot
 from evener.live.files import Training
+from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.trainings import TrainingPanel
 from evener.tui.text.formatting import json_text
-from evener.tui.view.cells import UNICODE
-from evener.tui.view.plain import snapshot_document, snapshot_text
 from tests.support.pilots import text, until
 from tests.support.trainings import AT_SECONDS, make_ranks
 
@@ -87,7 +86,7 @@ async def test_a_paused_picture_stays_and_details_follow(app_of: Any, script: An
 
 def test_text_and_json_have_the_trainings(script: Any) -> None:
     snapshot = script.snapshot(at_seconds=AT_SECONDS, reports=make_ranks())
-    assert "GPU:1 takes 158 ms for its share" in snapshot_text(snapshot, 132, UNICODE, colour=False)
+    assert "GPU:1 takes 158 ms for its share" in snapshot_text(snapshot, 132, colour=False)
     (training,) = json.loads(json_text(snapshot_document(snapshot)))["trainings"]
     assert [(rank["own_work_s"], rank["waiting_s"]) for rank in training["ranks"]] == [(0.008, 0.152), (0.158, 0.002)]
 

@@ -24,7 +24,6 @@ def _loaded(code: str, tmp_path: Path) -> set[str]:
     "module",
     [
         "evener.tui.cli.monitor",
-        "evener.tui.view.plain",
         "evener.tui.view.balance_lines",
         "evener.tui.view.runs",
     ],

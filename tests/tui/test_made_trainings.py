@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from evener.devices.types import value
-from evener.tui.view.cells import UNICODE
 from evener.tui.view.training_lines import rank_table, training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
 from tests.support.made_trainings import Habit, make_training
@@ -179,9 +178,9 @@ def test_what_is_said_of_a_training(script: Any, name: str) -> None:
     assert len(said) == len(made.says), said
     assert all(text.startswith(words) for text, words in zip(said, made.says, strict=True)), said
     assert (row.advice is not None) == made.advice
-    shown = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 400, UNICODE))
+    shown = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 400))
     assert all(words in shown for words in made.says)
-    ranks = [line.text for line in rank_table(row, 160, 20, UNICODE)[0][1:]]
+    ranks = [line.text for line in rank_table(row, 160, 20)[0][1:]]
     assert all(words in rank for words, rank in zip(made.bars, ranks, strict=bool(made.bars)))
 
 
@@ -202,5 +201,5 @@ def test_advice_says_how_certain_it_is(script: Any) -> None:
     row = _join(script, TABLE["noise beside more own work"])
     assert row.advice is not None
     assert 0 < row.advice.error < row.advice.gain
-    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 200, UNICODE))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 200))
     assert f"± {100 * row.advice.error:.0f} %" in text

@@ -42,7 +42,7 @@ from evener.balancer.types import (
 from evener.tui.text.summaries import layout_words
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
-from evener.tui.view.cells import ASCII, UNICODE, Marks, span_cells
+from evener.tui.view.cells import span_cells
 from evener.tui.view.lanes import lane_lines
 
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
@@ -79,10 +79,10 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     state = SessionState(devices=("GPU:0", "GPU:1"), seen=(Seen(wall, 1.0),), belief=belief, running=running)
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
     assert memory_wall(state, 0) == 512
-    shares = _text(share_lines(state, 80, 9, UNICODE))
+    shares = _text(share_lines(state, 80, 9))
     assert "GPU:0 820 = 2 × 410 (59 %)" in shares
     assert "now (700 = 2 × 350) + 568 = 1268" in shares
-    wide, narrow = (_text(lane_lines(state, width, 9, UNICODE)[0]) for width in (118, 60))
+    wide, narrow = (_text(lane_lines(state, width, 9)[0]) for width in (118, 60))
     assert "820 in 2 passes" in wide
     assert "2×350" in wide
     assert "512" in narrow
@@ -118,8 +118,8 @@ def test_nothing_is_claimed_before_it_ran(events: Any) -> None:
     assert rivals(start) == ()
     assert curves(start) == ()
     assert chosen_layout(start) is None
-    assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10, UNICODE))
-    assert "No layout has been measured yet." in _text(share_lines(start, 80, 9, UNICODE))
+    assert "Nothing has been measured yet." in _text(rival_lines(start, 80, 10))
+    assert "No layout has been measured yet." in _text(share_lines(start, 80, 9))
 
 
 def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
@@ -130,7 +130,7 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     assert memory_wall(state, 0) == 1310
     assert memory_wall(state, 1) is None
     assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [(0, 1310, 2), (1, None, 1)]
-    lanes = _text(lane_lines(state, 118, 9, UNICODE)[0])
+    lanes = _text(lane_lines(state, 118, 9)[0])
     assert "1 346 at 1024" in lanes
     assert "~1179 fits, 1310 not" in lanes, "1179 is a prediction: 1024 was the largest that ran"
 
@@ -141,7 +141,7 @@ def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
     assert state.belief is not None
     sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
     known = msgspec.structs.replace(state, belief=msgspec.structs.replace(state.belief, curves=(sketch,)))
-    assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9, UNICODE)[0])
+    assert " 1024 fits, 1310 not" in _text(lane_lines(known, 118, 9)[0])
     assert [(largest_run(state, device), curves(state)[device].largest_tested) for device in (0, 1)] == [
         (1024, 1024),
         (710, 64),
@@ -156,17 +156,16 @@ def test_time_left_ends_with_the_session(events: Any) -> None:
 def test_pausing_shows_and_a_new_probe_ends_it(events: Any) -> None:
     paused = advance(_after(events, 4), Paused(5.0))
     assert paused.paused
-    assert "Paused" in _text(search_lines(paused, 80, 10, UNICODE))
+    assert "Paused" in _text(search_lines(paused, 80, 10))
     assert not advance(paused, events[1]).paused
 
 
 def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
-    for marks in (UNICODE, ASCII):
-        bar = share_lines(_after(events), 80, 9, marks)[0]
-        assert span_cells(bar.spans) == 79
-        assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
-        assert bar.spans[1].text[0] != bar.spans[2].text[0], "distinguishable without colour"
-    legend = _text(share_lines(_after(events), 80, 9, UNICODE))
+    bar = share_lines(_after(events), 80, 9)[0]
+    assert span_cells(bar.spans) == 79
+    assert [len(span.text) for span in bar.spans[1:]] == [46, 32]
+    assert bar.spans[1].text[0] != bar.spans[2].text[0], "distinguishable without colour"
+    legend = _text(share_lines(_after(events), 80, 9))
     assert "SIM:0 820 (59 %)" in legend
     assert "global batch 1388" in legend
 
@@ -174,22 +173,22 @@ def test_the_shares_bar_is_split_by_shares_in_whole_cells(events: Any) -> None:
 def test_a_device_that_is_left_out_is_said(events: Any) -> None:
     state = _after(events, -1)
     alone = msgspec.structs.replace(state, best=Result(solo(2, 0, 1024), state.best.throughput, 1))  # type: ignore[union-attr]
-    assert "SIM:1 left out" in _text(share_lines(alone, 80, 9, UNICODE))
+    assert "SIM:1 left out" in _text(share_lines(alone, 80, 9))
 
 
 def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
-    running = _text(search_lines(_after(events, -1), 100, 12, UNICODE))
+    running = _text(search_lines(_after(events, -1), 100, 12))
     assert "Measures the split that the curves say is fastest." in running
     assert "at most 1 min 36 s of simulated time left" in running
     assert "out of memory on SIM:0" in running
-    ended = _text(search_lines(_after(events), 100, 12, UNICODE))
+    ended = _text(search_lines(_after(events), 100, 12))
     assert "Split 820 and 568: 18 % faster than even." in ended
 
 
 def test_a_failed_probe_is_shown_harmlessly(events: Any) -> None:
     failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "boom\x1b[31m", (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
-    text = _text(search_lines(state, 100, 8, UNICODE))
+    text = _text(search_lines(state, 100, 8))
     assert "failed: boom" in text
     assert "\x1b" not in text
 
@@ -200,8 +199,8 @@ def test_a_running_split_over_many_devices_is_shown_by_its_sum(events: Any) -> N
     trying = advance(
         SessionState(devices=devices, best=best), ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0)
     )
-    assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9, UNICODE))
-    assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9, UNICODE))
+    assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9))
+    assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9))
 
 
 def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -> None:
@@ -210,7 +209,7 @@ def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -
     seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
     state = advance(SessionState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen))
     for width, named in ((64, 1), (80, 2), (120, 5), (200, 5)):
-        row = next(line.text for line in search_lines(state, width, 8, UNICODE) if "] and" in line.text)
+        row = next(line.text for line in search_lines(state, width, 8) if "] and" in line.text)
         assert f" and {16 - named} more: 28 488 samples/s" in row
 
 
@@ -218,19 +217,19 @@ def test_a_measurement_s_words_that_are_cut_say_so(events: Any) -> None:
     failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "a long story " * 9, (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
     for width in (60, 100):
-        row = next(line for line in search_lines(state, width, 8, UNICODE) if "failed:" in line.text)
+        row = next(line for line in search_lines(state, width, 8) if "failed:" in line.text)
         assert row.text.endswith("…")
         assert span_cells(row.spans) == width
-    assert "…" not in _text(search_lines(state, 200, 8, UNICODE))
+    assert "…" not in _text(search_lines(state, 200, 8))
 
 
 def test_a_fault_stands_in_place_of_the_verdict(events: Any) -> None:
     state = msgspec.structs.replace(_after(events, 4), ended=True, fault="No layout ran.", remedy="Free memory.")
-    assert "No layout ran. Free memory." in _text(search_lines(state, 100, 8, UNICODE))
+    assert "No layout ran. Free memory." in _text(search_lines(state, 100, 8))
     long = msgspec.structs.replace(
         state, fault="CPU:0 failed with 8 samples, building: train.py:2: no such model. " * 4
     )
-    assert "Free memory." in _text(search_lines(long, 80, 6, UNICODE)), "the remedy is the last of a long story"
+    assert "Free memory." in _text(search_lines(long, 80, 6)), "the remedy is the last of a long story"
 
 
 def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
@@ -238,7 +237,7 @@ def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
     assert state.finished is not None
     verdict = f"Split over {', '.join(f'SIM:{place}' for place in range(40))}: 28 % faster than the even split."
     state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, verdict=verdict))
-    assert "28 % faster than the even split." in " ".join(_text(search_lines(state, 78, 9, UNICODE)).split())
+    assert "28 % faster than the even split." in " ".join(_text(search_lines(state, 78, 9)).split())
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 100, 220])
@@ -246,20 +245,19 @@ def test_the_verdict_on_many_devices_is_shown_whole(events: Any) -> None:
 def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) -> None:
     for state in accumulate(events, advance, initial=SessionState()):
         for lines in (
-            rival_lines(state, width, height, UNICODE),
-            search_lines(state, width, height, UNICODE),
-            share_lines(state, max(40, width), 9, UNICODE),
+            rival_lines(state, width, height),
+            search_lines(state, width, height),
+            share_lines(state, max(40, width), 9),
         ):
             for line in lines:
                 assert span_cells(line.spans) <= max(width, 50), line.text
 
 
 @pytest.mark.parametrize("width", [30, 39, 40, 46, 47, 48, 60, 80, 120])
-@pytest.mark.parametrize("marks", [UNICODE, ASCII], ids=("unicode", "ascii"))
-def test_no_figure_of_a_rival_is_cut(events: Any, width: int, marks: Marks) -> None:
+def test_no_figure_of_a_rival_is_cut(events: Any, width: int) -> None:
     """Where there is no room for all of them, some are left out whole."""
-    best, *others = [line.text for line in rival_lines(_after(events, len(events)), width, 0, marks)]
-    assert f"2 127 {marks.plus_minus}0.4 %" in best
+    best, *others = [line.text for line in rival_lines(_after(events, len(events)), width, 0)]
+    assert "2 127 ±0.4 %" in best
     assert all(gain in row for row, gain in zip(others, GAINS, strict=True))
 
 
@@ -270,19 +268,19 @@ def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
     wide = msgspec.structs.replace(state.finished.plan.throughput, low=1700.0, high=2554.0)
     plan = msgspec.structs.replace(state.finished.plan, throughput=wide)
     state = msgspec.structs.replace(state, finished=msgspec.structs.replace(state.finished, plan=plan))
-    assert "±20 %  ━" in rival_lines(state, 120, 0, UNICODE)[0].text
+    assert "±20 %  ━" in rival_lines(state, 120, 0)[0].text
 
 
 def test_a_warning_that_is_cut_says_so(events: Any) -> None:
     long = ("Measured on simulated devices, whose speeds are written down, not on hardware.",)
-    assert _text(warning_lines(long, 40, UNICODE, 1)).endswith("…")
-    assert "…" not in _text(warning_lines(long, 40, UNICODE, 3))
-    assert warning_lines(long, 40, UNICODE, 0) == ()
+    assert _text(warning_lines(long, 40, 1)).endswith("…")
+    assert "…" not in _text(warning_lines(long, 40, 3))
+    assert warning_lines(long, 40, 0) == ()
 
 
 def test_the_newest_measurements_stand_before_warnings(events: Any) -> None:
     state = msgspec.structs.replace(_after(events, -1), notes=("a warning", "another", "a third"))
-    text = _text(search_lines(state, 100, 5, UNICODE))
+    text = _text(search_lines(state, 100, 5))
     assert text.count("samples/s") == 2
 
 
@@ -290,17 +288,17 @@ def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
     state = _after(events, -1)
     probe = Probe(layout_of((700, 300)), "split", 1.0)
     trying = advance(state, ProbeStarted(probe, 30.0))
-    narrow, wide = share_lines(trying, 80, 3, UNICODE), share_lines(trying, 80, 4, UNICODE)
+    narrow, wide = share_lines(trying, 80, 3), share_lines(trying, 80, 4)
     assert "now 700 + 300 = 1000" in _text(narrow)
     assert len(wide) == len(narrow) + 1
     assert [len(span.text) for span in wide[1].spans[1:]] == [55, 23]
-    assert "now" not in _text(share_lines(state, 80, 4, UNICODE))
+    assert "now" not in _text(share_lines(state, 80, 4))
 
 
 def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
     """Without pauses, as the plan has it, not by the session's clock."""
     state = msgspec.structs.replace(_after(events), at_seconds=50.0)
-    assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10, UNICODE))
+    assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10))
 
 
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
@@ -310,14 +308,14 @@ def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -
         for device, seconds in ((0, 12.4), (1, 11.0))
     )
     state = msgspec.structs.replace(_after(events, 1), running=running)
-    assert "The model is being built on SIM:0, SIM:1: 12 s." in _text(search_lines(state, 80, 5, UNICODE))
-    assert "solo: building 12 s" in _text(lane_lines(state, 160, 4, UNICODE)[0])
-    assert "building 11 s" in _text(lane_lines(state, 120, 4, UNICODE)[0])
+    assert "The model is being built on SIM:0, SIM:1: 12 s." in _text(search_lines(state, 80, 5))
+    assert "solo: building 12 s" in _text(lane_lines(state, 160, 4)[0])
+    assert "building 11 s" in _text(lane_lines(state, 120, 4)[0])
 
 
 def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
     state = msgspec.structs.replace(_after(events, 1), ended=True, fault="No layout could be measured.")
-    shown = _text(lane_lines(state, 120, 4, UNICODE)[0])
+    shown = _text(lane_lines(state, 120, 4)[0])
     assert "done" not in shown
     assert shown.count("✗ failed") == 2
 
@@ -325,8 +323,8 @@ def test_a_search_that_failed_has_done_nothing(events: Any) -> None:
 def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, script: Any) -> None:
     before = _after(events, 9)
     state = first_state([script.device(0), script.device(1)], "keras_maxer", kept=before.seen)
-    assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10, UNICODE))
-    assert "best single device" in _text(rival_lines(state, 100, 8, UNICODE))
+    assert "6 probes, 1 out of memory" in _text(search_lines(state, 100, 10))
+    assert "best single device" in _text(rival_lines(state, 100, 8))
 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
@@ -343,6 +341,6 @@ def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
     rival = RivalRate("best single device", 2314.0, 2294.0, 2334.0, (1734, 0, 0, 0), "SIM:0")
     best = RivalRate("best so far", 5613.0, 5591.0, 5635.0, (1472, 1193, 617, 590))
-    row = balance_lines._rival_line(rival, best, width, UNICODE, ()).text.rstrip()
+    row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "+142.6 %" in row
-    assert row.endswith((rival.where, UNICODE.ellipsis))
+    assert row.endswith((rival.where, "…"))

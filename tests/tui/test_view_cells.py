@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from evener.devices.types import Reading, State
 from evener.tui.text.formatting import folded, plain
 from evener.tui.view.cells import (
-    ASCII,
-    UNICODE,
+    Mark,
     Span,
     cells,
     cut,
@@ -29,7 +28,6 @@ from evener.tui.view.cells import (
 from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, reading_text, short, short_bytes, spark, whole
 from evener.tui.view.table import Column, Grid, window
 
-MARKS = st.sampled_from([UNICODE, ASCII])
 TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)
 
 
@@ -74,37 +72,37 @@ def test_no_line_ends_within_a_figure(width: int) -> None:
         assert sum("1 232 165" in row for row in rows) == sum("± 0.7 %" in row for row in rows) == 1
 
 
-@given(st.floats(0, 1), st.integers(0, 50), MARKS)
-def test_a_bar_has_the_requested_width(share: float, width: int, marks: object) -> None:
-    assert span_cells(bar(share, width, marks)) == width  # type: ignore[arg-type]
+@given(st.floats(0, 1), st.integers(0, 50))
+def test_a_bar_has_the_requested_width(share: float, width: int) -> None:
+    assert span_cells(bar(share, width)) == width  # type: ignore[arg-type]
 
 
 def test_a_bar_shows_what_is_above_nothing_and_fills_at_one() -> None:
-    assert bar(0.001, 10, UNICODE)[0].text == "╸"
-    assert bar(1.0, 4, UNICODE)[0].text == "━━━━"
-    assert bar(0.0, 4, UNICODE)[0].text == ""
+    assert bar(0.001, 10)[0].text == "╸"
+    assert bar(1.0, 4)[0].text == "━━━━"
+    assert bar(0.0, 4)[0].text == ""
 
 
 def test_the_filled_part_of_a_bar_differs_without_colour() -> None:
-    for marks in (UNICODE, ASCII):
-        assert marks.full != marks.track
+    for draw in (str, to_ascii):
+        assert draw(Mark.FULL) != draw(Mark.TRACK)
 
 
 def test_a_spark_shows_the_newest_and_leaves_gaps() -> None:
-    assert spark([9, 0, None, 8], 3, UNICODE, 8) == "▁ █"
-    assert spark([], 3, UNICODE) == "   "
+    assert spark([9, 0, None, 8], 3, 8) == "▁ █"
+    assert spark([], 3) == "   "
 
 
-@given(st.lists(st.none() | st.floats(0, 100), max_size=200), st.integers(1, 30), st.integers(1, 9), MARKS)
-def test_a_graph_fills_its_box(values: list[float | None], width: int, height: int, marks: object) -> None:
-    rows = graph(values, width, height, marks, 100.0)  # type: ignore[arg-type]
+@given(st.lists(st.none() | st.floats(0, 100), max_size=200), st.integers(1, 30), st.integers(1, 9))
+def test_a_graph_fills_its_box(values: list[float | None], width: int, height: int) -> None:
+    rows = graph(values, width, height, 100.0)  # type: ignore[arg-type]
     assert len(rows) == height
     assert all(len(row) == width for row in rows)
 
 
 def test_a_graph_at_its_top_is_full_and_at_nothing_keeps_a_trace() -> None:
-    assert graph([100.0] * 2, 2, 1, UNICODE, 100.0) == ("██",)
-    assert graph([0.0, 50.0, 75.0], 3, 2, UNICODE, 100.0) == ("  ▄", "▁█░")
+    assert graph([100.0] * 2, 2, 1, 100.0) == ("██",)
+    assert graph([0.0, 50.0, 75.0], 3, 2, 100.0) == ("  ▄", "▁█░")
 
 
 @given(st.floats(1e-3, 1e12))
@@ -165,17 +163,24 @@ def test_an_error_in_ascii_is_no_sum() -> None:
     assert "+ 0.5" not in to_ascii("±\u00a00.5 %")
 
 
+def test_every_sign_has_an_ascii_one_in_one_cell() -> None:
+    signs = "".join(each for name, each in vars(Mark).items() if name.isupper())
+    assert len(to_ascii(signs)) == len(signs)
+    assert "?" not in to_ascii(signs)
+    assert len(set(map(to_ascii, Mark.LEVELS))) == len(Mark.LEVELS)
+
+
 def test_no_ascii_filling_is_a_sign_of_arithmetic_or_another_mark() -> None:
-    others = {ASCII.running, ASCII.waiting, ASCII.done, ASCII.failed, ASCII.ellipsis, ASCII.none}
-    assert not set(ASCII.fills) & set("+-=*x%")
-    assert not set(ASCII.fills) & others
-    assert len(set(ASCII.fills)) == len(UNICODE.fills)
+    fills = set(to_ascii(Mark.FILLS))
+    assert not fills & set("+-=*x%")
+    assert not fills & set(to_ascii(Mark.RUNNING + Mark.WAITING + Mark.DONE + Mark.FAILED + Mark.NONE + "…"))
+    assert len(fills) == len(Mark.FILLS)
 
 
 def test_a_reading_without_a_value_yet_is_not_lost() -> None:
     """As the CPU % of a process at its first reading."""
-    assert reading_text(Reading(State.STALE), whole, UNICODE, 6) == ("…", False)
-    assert reading_text(Reading(State.LOST), whole, UNICODE, 6) == ("lost", False)
+    assert reading_text(Reading(State.STALE), whole, 6) == ("…", False)
+    assert reading_text(Reading(State.LOST), whole, 6) == ("lost", False)
 
 
 _SPANS = st.builds(Span, st.text(" ab", max_size=4), st.sampled_from(["text", "bad"]), st.sampled_from(["", "click"]))
@@ -196,7 +201,7 @@ def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:
 
 
 def _columns() -> tuple[Column[int], ...]:
-    def draw(row: int, _width: int, _marks: object) -> tuple[Span, ...]:
+    def draw(row: int, _width: int) -> tuple[Span, ...]:
         return (Span(str(row)),)
 
     return tuple(Column(key, (key,), 3, draw) for key in "abc")

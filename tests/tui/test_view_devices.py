@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.devices.types import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
-from evener.tui.view.cells import ASCII, UNICODE, Marks, span_cells
+from evener.tui.cli.monitor import snapshot_text
+from evener.tui.view.cells import span_cells
 from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, device_lines, reason_letters, short_name
 from evener.tui.view.monitor import arrange, device_details, graph_lines, host_line, note_line
-from evener.tui.view.plain import snapshot_text
 from evener.tui.view.table import Position
 
 READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
@@ -31,17 +31,17 @@ def _device(index: int = 0) -> Device:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.fixed_dictionaries(dict.fromkeys(READINGS, STATES)), st.integers(1, 260), st.sampled_from([UNICODE, ASCII]))
-def test_any_readings_fill_the_columns_exactly(readings: dict[str, Any], width: int, marks: Marks) -> None:
+@given(st.fixed_dictionaries(dict.fromkeys(READINGS, STATES)), st.integers(1, 260))
+def test_any_readings_fill_the_columns_exactly(readings: dict[str, Any], width: int) -> None:
     sample = DeviceSample(device=_device(), throttle_reasons=("power cap", "thermal"), **readings)
-    lines, _ = device_lines([DeviceRow(sample)], width, 5, marks, Position())
+    lines, _ = device_lines([DeviceRow(sample)], width, 5, Position())
     assert span_cells(lines[0].spans) <= max(width, 80)
     assert [span_cells(line.spans) for line in lines] == [span_cells(lines[0].spans)] * len(lines)
 
 
 def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
     """Narrower columns, not missing ones: each figure of the row is found in it."""
-    lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, UNICODE, Position())
+    lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, Position())
     assert [line.text for line in lines] == [
         " device name   util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s history",
         "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▅█",
@@ -54,14 +54,14 @@ def test_sixteen_devices_keep_every_column(script: Any, width: int) -> None:
     assert set(widths) == {column.key for column in DEVICE_COLUMNS}
     assert sum(widths.values()) + len(widths) <= width
     rows = [DeviceRow(script.sample(index)) for index in range(16)]
-    lines, _ = device_lines(rows, width, 17, UNICODE, Position(15))
+    lines, _ = device_lines(rows, width, 17, Position(15))
     assert len(lines) == 17
     assert "GPU:15" in lines[-1].text
 
 
 def test_rows_scroll_with_the_cursor(script: Any) -> None:
     rows = [DeviceRow(script.sample(index)) for index in range(16)]
-    lines, top = device_lines(rows, 80, 5, UNICODE, Position(9))
+    lines, top = device_lines(rows, 80, 5, Position(9))
     assert top == 6
     assert [line.text.split()[0] for line in lines[1:]] == ["GPU:6", "GPU:7", "GPU:8", "▸"]
 
@@ -74,7 +74,7 @@ def test_a_missing_value_is_never_a_zero() -> None:
         "utilization_percent": Reading(State.STALE, 62.0, 9.0),
     }
     sample = DeviceSample(device=_device(), **readings)
-    row = device_lines([DeviceRow(sample)], 120, 3, UNICODE)[0][1].text
+    row = device_lines([DeviceRow(sample)], 120, 3)[0][1].text
     assert "0" not in row.replace("GPU:0", "").replace("1080", "")
     assert "denied" in row
     assert "lost" in row
@@ -91,20 +91,20 @@ def test_what_no_device_reports_has_no_column_and_the_others_its_room(script: An
     cores = msgspec.structs.replace(bare, utilization_percent=value(97), memory_used_bytes=value(2**30))
 
     def head(*samples: DeviceSample) -> list[str]:
-        return device_lines([DeviceRow(each) for each in samples], 160, 5, UNICODE)[0][0].text.split()
+        return device_lines([DeviceRow(each) for each in samples], 160, 5)[0][0].text.split()
 
     assert head(cores) == ["device", "name", "utilisation", "memory", "samples/s", "history"]
     assert head(full) == head(cores, full) == head(full, cores)
     assert {"SM", "tensor", "DRAM", "temp", "power", "clock", "throttled,", "links"} <= set(head(full))
     assert "temp" in head(msgspec.structs.replace(cores, temperature_celsius=DENIED))
-    narrow = device_lines([DeviceRow(cores)], 80, 5, UNICODE)[0]
+    narrow = device_lines([DeviceRow(cores)], 80, 5)[0]
     assert "samples/s" in narrow[0].text
     assert "1.0" in narrow[1].text
 
 
 def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits(script: Any) -> None:
     sample = script.sample(0, sm_percent=Reading(State.STALE, 111.0, 9.0))
-    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1].text
+    row = device_lines([DeviceRow(sample)], 80, 3)[0][1].text
     assert "~" in row
     assert "111" not in row
 
@@ -112,20 +112,20 @@ def test_a_stale_figure_that_does_not_fit_keeps_its_mark_not_its_digits(script: 
 def test_a_lost_device_tells_what_happened_in_place_of_figures(script: Any) -> None:
     lost: dict[str, Any] = dict.fromkeys(READINGS, LOST)
     sample = DeviceSample(device=script.device(3), note="GPU is lost: XID 79; reset it.", **lost)
-    row = device_lines([DeviceRow(sample)], 80, 3, UNICODE)[0][1]
+    row = device_lines([DeviceRow(sample)], 80, 3)[0][1]
     assert row.text.startswith(" !GPU:3 H200")
     assert "GPU is lost: XID 79; reset it." in row.text
     assert any(span.tone == "bad" for span in row.spans)
 
 
 def test_an_event_shows_in_the_row(script: Any) -> None:
-    row = device_lines([DeviceRow(script.sample(events=("XID 31",)))], 80, 3, UNICODE)[0][1].text
+    row = device_lines([DeviceRow(script.sample(events=("XID 31",)))], 80, 3)[0][1].text
     assert "!GPU:0" in row
 
 
 def test_history_is_samples_per_second_or_else_utilisation(script: Any) -> None:
-    fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3, UNICODE)[0][1]
-    idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3, UNICODE)[0][1]
+    fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3)[0][1]
+    idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3)[0][1]
     assert (fast.spans[-1].tone, fast.text[-2:]) == ("speed", "▅█")
     assert (idle.spans[-1].tone, idle.text[-2:]) == ("accent", "▅█")
 
@@ -165,7 +165,7 @@ def test_graphs_leave_out_what_a_device_does_not_tell(script: Any) -> None:
     def history(_device: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return (10.0, 20.0) if metric == "utilization_percent" else (None, None)
 
-    lines = graph_lines(script.sample(), history, 120, 6, UNICODE)
+    lines = graph_lines(script.sample(), history, 120, 6)
     assert len(lines) == 6
     assert "utilisation" in lines[0].text
     assert "power" not in lines[0].text
@@ -177,32 +177,31 @@ def test_a_graph_of_nothing_gives_way_to_one_that_shows_something(script: Any) -
     def history(_device: str, metric: str, _newest: int) -> tuple[float | None, ...]:
         return (None, None) if metric == "samples_per_second" else (10.0, 20.0)
 
-    heads = [graph_lines(script.sample(), history, width, 6, UNICODE)[0].text for width in (80, 160)]
+    heads = [graph_lines(script.sample(), history, width, 6)[0].text for width in (80, 160)]
     assert "throughput" not in heads[0]
     assert heads[0].index("utilisation") < heads[0].index("memory")
     assert "temperature" in heads[1]
-    nothing = graph_lines(script.sample(), lambda *_: (None,), 80, 6, UNICODE)[0].text
+    nothing = graph_lines(script.sample(), lambda *_: (None,), 80, 6)[0].text
     assert "throughput" in nothing
     assert "100 %" not in nothing.partition("utilisation")[2].partition("%")[2]
 
 
 def test_the_host_line_shows_figures_and_state(script: Any) -> None:
-    shown = host_line(script.snapshot(), 120, UNICODE, "paused").text
+    shown = host_line(script.snapshot(), 120, "paused").text
     assert "41 % of 32 cores" in shown
     assert "62/256 GiB" in shown
     assert shown.endswith("paused ")
 
 
 def test_the_first_note_shows_and_the_others_are_counted() -> None:
-    assert note_line(("No driver.", "b"), 60, UNICODE).text == " ! No driver. (+1: see help)"
-    assert note_line((), 60, UNICODE).text == ""
+    assert note_line(("No driver.", "b"), 60).text == " ! No driver. (+1: see help)"
+    assert note_line((), 60).text == ""
 
 
-def test_plain_text_has_no_colour_unless_asked_and_ascii_is_ascii(script: Any) -> None:
+def test_plain_text_has_no_colour_unless_asked(script: Any) -> None:
     snapshot = script.snapshot(notes=("Bad\x1b[31m note",))
-    text = snapshot_text(snapshot, 120, ASCII, colour=False)
-    assert text.isascii()
+    text = snapshot_text(snapshot, 120, colour=False)
     assert "\x1b" not in text
-    coloured = snapshot_text(snapshot, 120, UNICODE, colour=True)
+    coloured = snapshot_text(snapshot, 120, colour=True)
     assert "\x1b[32m" in coloured
     assert "\x1b[31m" not in coloured

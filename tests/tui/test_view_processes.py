@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
-from evener.tui.view.cells import UNICODE, span_cells
+from evener.tui.view.cells import span_cells
 from evener.tui.view.charts import run_time
 from evener.tui.view.monitor import process_details
 from evener.tui.view.processes import (
@@ -24,7 +24,7 @@ from evener.tui.view.table import Order, Position, chosen_order, matches, sort_k
 
 def _shown(script: Any, samples: list[ProcessSample], width: int = 80, **how: Any) -> list[str]:
     rows = process_rows(script.snapshot(processes=tuple(samples)), Order(), **how)
-    lines, _ = table_lines(PROCESSES, rows, width, 20, UNICODE, Position())
+    lines, _ = table_lines(PROCESSES, rows, width, 20, Position())
     return [line.text for line in lines]
 
 
@@ -79,7 +79,7 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
 
 def test_titles_can_be_clicked(script: Any) -> None:
     rows = process_rows(script.snapshot(), Order())
-    lines, _ = table_lines(PROCESSES, rows, 80, 5, UNICODE, Position())
+    lines, _ = table_lines(PROCESSES, rows, 80, 5, Position())
     actions = {span.action for span in lines[0].spans if span.action}
     assert actions == {f"sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
 
@@ -111,7 +111,7 @@ def test_no_process_is_said(script: Any) -> None:
         ((gpu, slice_), "is on"),
     ):
         nothing = nothing_there(devices)
-        lines, _ = table_lines(PROCESSES, [], 79, 5, UNICODE, Position(), Order("pid"), nothing=nothing)
+        lines, _ = table_lines(PROCESSES, [], 79, 5, Position(), Order("pid"), nothing=nothing)
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)
 

@@ -11,7 +11,7 @@ from evener.balancer.journal import Header
 from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
-from evener.tui.view.cells import UNICODE, span_cells
+from evener.tui.view.cells import span_cells
 from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
 from evener.tui.view.table import Order, Position, table_lines
 
@@ -30,7 +30,7 @@ RUN = RunSummary(
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
-    lines, _ = table_lines(run_grid(width), (RUN,), width, 5, UNICODE, Position())
+    lines, _ = table_lines(run_grid(width), (RUN,), width, 5, Position())
     row = lines[1].text
     assert len(row) <= width
     for text in ("20261121-145431-fb1d", "keras_maxer", "finished", "158 012"):
@@ -62,9 +62,9 @@ def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
         ({"state": "running"}, "Running, after 0 measurements; there is no plan yet."),
         ({"state": "stopped"}, "Stopped after 0 measurements; there is no plan yet."),
     ):
-        rows = [row.text for row in plan_lines(replace(_run(script, None), **changed), 90, 20, UNICODE)]
+        rows = [row.text for row in plan_lines(replace(_run(script, None), **changed), 90, 20)]
         assert any(words in row for row in rows), rows
-    rows = [row.text for row in plan_lines(replace(_run(script, plan), state="stopped"), 90, 20, UNICODE)]
+    rows = [row.text for row in plan_lines(replace(_run(script, plan), state="stopped"), 90, 20)]
     assert any("Stopped after 0 measurements." in row for row in rows)
 
 
@@ -86,23 +86,23 @@ def _run(script: Any, plan: Any) -> StoredRun:
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:
     """What was measured comes before how it looks, and nothing is cut in the middle."""
-    low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14, UNICODE)]
-    high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40, UNICODE)]
+    low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14)]
+    high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40)]
     assert any(row.startswith(" sum of solos") and row.endswith(" 94 % of it") for row in low[:14])
     assert any("18 % faster" in row for row in low[:17])
     assert not any(row.startswith(" ━") for row in low)
     assert sum(row.startswith(" ━") for row in high) == 4
     assert " tensorflow, float32; 6 probes, 1 out" in low, "which goes on in the next row"
-    assert all(span_cells(row.spans) <= 39 for row in plan_lines(_run(script, plan), 39, 14, UNICODE))
+    assert all(span_cells(row.spans) <= 39 for row in plan_lines(_run(script, plan), 39, 14))
 
 
 def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     """Whether it is over or going on."""
-    rows = [row.text for row in plan_lines(_run(script, None), 30, 9, UNICODE)]
+    rows = [row.text for row in plan_lines(_run(script, None), 30, 9)]
     assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]
 
 
 @pytest.mark.parametrize(("width", "shown"), [(23, "keras_maxer (simulated)"), (16, "keras_maxer"), (8, "keras_m…")])
 def test_a_workload_is_cut_only_where_its_own_name_has_no_room(width: int, shown: str) -> None:
     run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
-    assert [span.text for span in runs._workload(run, width, UNICODE)] == [shown]
+    assert [span.text for span in runs._workload(run, width)] == [shown]

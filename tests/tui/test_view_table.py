@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.tui.view.cells import ASCII, UNICODE, span_cells
+from evener.tui.view.cells import span_cells
 from evener.tui.view.table import Column, Grid, Position, table_lines, text_cell
 
 COLUMNS: tuple[Column[int], ...] = (
@@ -25,7 +25,7 @@ def test_a_scrolled_table_is_full_and_counts_what_it_hides(
     """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others are hidden."""
     rows = range(count)
     position = Position(min(cursor, max(0, count - 1)), top)
-    (head, *shown), first = table_lines(GRID, rows, width, height, UNICODE, position)
+    (head, *shown), first = table_lines(GRID, rows, width, height, position)
     assert len(shown) == min(count, height - 1)
     assert not shown or any(line.cursor for line in shown)
     above = sum(map(int, re.findall(r"▲(\d+)", head.text)))
@@ -35,5 +35,5 @@ def test_a_scrolled_table_is_full_and_counts_what_it_hides(
 
 
 def test_a_filter_and_hidden_rows_stand_over_the_last_titles() -> None:
-    (head, *_), _ = table_lines(GRID, range(9), 40, 5, ASCII, Position(8, 0), note="9 of 20: ada")
-    assert head.text == " number a long title     9 of 20: ada ^5"
+    (head, *_), _ = table_lines(GRID, range(9), 40, 5, Position(8, 0), note="9 of 20: ada")
+    assert head.text == " number a long title     9 of 20: ada ▲5"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
 from evener.learning.noise_scale import ENDLESS, NoiseScale
 from evener.live.files import LiveDevice, ShareChange, Training
-from evener.tui.view.cells import ASCII, UNICODE, Marks, cells
+from evener.tui.cli.monitor import snapshot_document, snapshot_text
+from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
 from evener.tui.view.devices import DeviceRow, device_lines
-from evener.tui.view.plain import snapshot_document, snapshot_text
 from evener.tui.view.ranks import work_by_device
 from evener.tui.view.training_lines import (
     arrange_trainings,
@@ -57,9 +57,7 @@ def test_samples_per_joule_count_each_device_once_and_need_every_one(script: Any
     row = _only(script, make_ranks())
     assert row.watts == 640 + 631
     assert row.samples_per_joule == pytest.approx(row.samples_per_second / 1271)
-    assert "6.42 samples per joule, at 1271 W." in " ".join(
-        line.text for line in training_lines(row, AT_SECONDS, 300, UNICODE)
-    )
+    assert "6.42 samples per joule, at 1271 W." in " ".join(line.text for line in training_lines(row, AT_SECONDS, 300))
     dark = (script.sample(0), script.sample(1, power_watts=LOST))
     assert _only(script, make_ranks(), devices=dark).samples_per_joule == 0.0
 
@@ -72,9 +70,9 @@ def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: 
     row = _only(script, (here, there))
     assert [rank.device for rank in row.ranks] == ["GPU:0", "node8/GPU-77"]
     assert (row.missing_ranks, row.of_plan, row.advice) == (1, 0.0, None)
-    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120))
     assert "against the plan's 21 000. 1 rank isn't seen here" in text
-    assert "2 of 3" in training_table([row], 100, 5, UNICODE)[0][1].text
+    assert "2 of 3" in training_table([row], 100, 5)[0][1].text
 
 
 def test_the_same_gpu_of_two_hosts_is_two_devices(script: Any) -> None:
@@ -105,7 +103,7 @@ def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> 
     assert sum(row.advice.shares) == 820 + 568
     # proportional: 820 rows in 0.1 s and 568 in 0.15 s are done together in 1388 / (8200 + 3787) s
     assert row.advice.gain == pytest.approx(0.155 / (0.155 - 0.15 + 1388 / (8200 + 3786.7)) - 1, abs=0.01)
-    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120))
     assert f"{' + '.join(map(str, row.advice.shares))} would give +" in text
 
 
@@ -116,7 +114,7 @@ def test_advice_follows_the_plan_s_curves_where_every_rank_has_one(script: Any) 
     row = _only(script, make_ranks(**times, curves=fixed))
     assert row.advice is not None
     assert 0.02 <= row.advice.gain <= 0.155 / (0.155 - 0.1 * 0.15) - 1
-    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120, UNICODE))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 120))
     assert "if own work follows the plan's curves" in text
     by_rows = _only(script, make_ranks(**times)).advice
     assert by_rows is not None
@@ -160,7 +158,7 @@ def test_a_silent_rank_says_since_when_and_its_figures_are_old(script: Any) -> N
     assert [cause.text for cause in row.causes] == ["GPU:1 has been silent for 42 s."]
     assert row.samples_per_second == quick.samples_per_second
     assert row.advice is None
-    shown = rank_table(row, 80, 5, UNICODE)[0][2].text
+    shown = rank_table(row, 80, 5)[0][2].text
     assert "silent for 42 s" in shown
     assert "~158 ms" in shown
     slow_steps = msgspec.structs.replace(hung, updated_at=AT_SECONDS - 42, step_s=20.0)
@@ -172,7 +170,7 @@ def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) ->
         ShareChange(880, AT_SECONDS - 7200, (768, 560), (820, 568), "SIM:1 slower by 9 % since step 860"),
         ShareChange(12_040, AT_SECONDS - 190, (820, 568), (904, 484), "GPU:1 slower by 38 % since step 12 020"),
     )
-    lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160, UNICODE)
+    lines = training_lines(_only(script, make_ranks(changes=changes)), AT_SECONDS, 160)
     newest, oldest = (line.text.strip() for line in lines[-2:])
     assert newest == ("· Step 12 040, 3 min 10 s ago: GPU:1 slower by 38 % since step 12 020; 820 + 568 to 904 + 484.")
     assert oldest.startswith("· Step 880, 2 h ago: SIM:1 slower by 9 %")
@@ -180,13 +178,13 @@ def test_changes_of_shares_stand_with_their_reasons_newest_first(script: Any) ->
 
 def test_a_rank_that_ran_out_of_memory_is_named(script: Any) -> None:
     said = "GPU:1 ran out of memory at step 1,204: passes of 48 -> 24 rows, 0.3 s"
-    lines = training_lines(_only(script, make_ranks(retreats=1, retreat=said)), AT_SECONDS, 160, UNICODE)
+    lines = training_lines(_only(script, make_ranks(retreats=1, retreat=said)), AT_SECONDS, 160)
     assert any(said in line.text for line in lines)
 
 
 def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
     row = _only(script, make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0))
-    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100, UNICODE))
+    text = "\n".join(line.text for line in training_lines(row, AT_SECONDS, 100))
     assert "82 % of the plan's 10 000" in text
     assert "No cause was found" in text
 
@@ -218,16 +216,16 @@ def test_the_order_of_reports_changes_nothing_and_only_ranks_that_report_count(
     assert sum(cause.kind == "silent" for cause in row.causes) == 6 - len(fresh)
 
 
-@given(st.integers(40, 200), st.sampled_from([UNICODE, ASCII]), st.floats(0, 30), st.floats(0, 30), st.booleans())
-def test_every_line_fits_at_every_width(width: int, marks: Marks, own: float, waiting: float, silent: bool) -> None:
+@given(st.integers(40, 200), st.floats(0, 30), st.floats(0, 30), st.booleans())
+def test_every_line_fits_at_every_width(width: int, own: float, waiting: float, silent: bool) -> None:
     first, second = make_ranks(own=(own, 0.01), waiting=(waiting, 0.0), plan_samples_per_second=1e5)
     second = msgspec.structs.replace(second, updated_at=AT_SECONDS - 999 * silent, tokens_per_second=1e6)
     snapshot = snapshot_with(first, second)
     (row,) = join_trainings(snapshot)
-    lines = [*training_table([row], width, 9, marks)[0], *rank_table(row, width, 9, marks)[0]]
+    lines = [*training_table([row], width, 9)[0], *rank_table(row, width, 9)[0]]
     columns_need = 79  # with tokens/s
     assert all(cells(line.text) <= max(width, columns_need) for line in lines)
-    assert all(cells(line.text) <= width for line in training_lines(row, AT_SECONDS, width, marks))
+    assert all(cells(line.text) <= width for line in training_lines(row, AT_SECONDS, width))
 
 
 _RATES = st.sampled_from([0.0, 1e-320, 1e-9, 0.1, 60.0, 1e18])
@@ -248,14 +246,14 @@ def test_any_figures_that_a_file_may_hold_are_shown_at_once(
     ]  # fmt: skip
     snapshot = snapshot_with(*reports)
     (row,) = join_trainings(snapshot)
-    assert len(rank_table(row, 100, 9, UNICODE)[0]) == 1 + len(figures)
-    assert training_table([row], 100, 9, UNICODE)[0]
-    assert training_lines(row, AT_SECONDS, 100, UNICODE)
+    assert len(rank_table(row, 100, 9)[0]) == 1 + len(figures)
+    assert training_table([row], 100, 9)[0]
+    assert training_lines(row, AT_SECONDS, 100)
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.001, 20), st.integers(1, 100))
 def test_a_work_bar_fills_its_width_and_shows_any_work(own: float, waiting: float, longest: float, width: int) -> None:
-    done, waits, rest = work_bar(own, waiting, longest, width, UNICODE)
+    done, waits, rest = work_bar(own, waiting, longest, width)
     assert len(done.text + waits.text + rest.text) == width
     assert bool(done.text) == (own > 0)
 
@@ -280,7 +278,7 @@ def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> N
         return values[key] if metric == "samples_per_second" else (300.0, 310.0, 320.0)
 
     def heads(row: TrainingRow, height: int = 32) -> list[str]:
-        lines = training_graph_lines(row, (script.sample(0), script.sample(1)), history, 100, height, UNICODE)
+        lines = training_graph_lines(row, (script.sample(0), script.sample(1)), history, 100, height)
         assert len(lines) == height
         return [line.text for line in lines if "samples/s" in line.text]
 
@@ -303,7 +301,7 @@ def test_a_bound_of_the_noise_scale_is_drawn_as_one(high: float, said: str, scri
     noise = NoiseScale(2700.0, 2700.0, high, 400)
     row = msgspec.structs.replace(_only(script, make_ranks()), noise=noise)
     samples = script.sample(0), script.sample(1)
-    lines = training_graph_lines(row, samples, lambda *_: (2600.0, 2700.0), 100, 32, UNICODE)
+    lines = training_graph_lines(row, samples, lambda *_: (2600.0, 2700.0), 100, 32)
     assert any(f"noise scale {said}" in line.text for line in lines)
 
 
@@ -315,27 +313,27 @@ def test_graphs_fill_their_panel_at_every_size(devices: int, width: int, height:
         for index in range(devices)
     ]
     (row,) = join_trainings(msgspec.structs.replace(snapshot_with(*ranks), devices=tuple(samples)))
-    lines = training_graph_lines(row, samples, lambda *_: (1.0, None, 3.0), width, height, ASCII)
+    lines = training_graph_lines(row, samples, lambda *_: (1.0, None, 3.0), width, height)
     assert len(lines) == (height if height >= 5 else 0)
     assert all(cells(line.text) <= width for line in lines)
-    (why,) = training_graph_lines(row, (), lambda *_: (1.0,), max(width, 50), height, ASCII)
+    (why,) = training_graph_lines(row, (), lambda *_: (1.0,), max(width, 50), height)
     assert why.text.strip() == "The monitor sees none of its devices."
 
 
 def test_the_monitor_has_a_column_for_own_work_where_it_is_told(script: Any) -> None:
     row = DeviceRow(script.sample(0), work=(0.03, 0.07))
     for width in (80, 120, 160):
-        (head, first, second), _ = device_lines([row, DeviceRow(script.sample(1))], width, 3, UNICODE)
+        (head, first, second), _ = device_lines([row, DeviceRow(script.sample(1))], width, 3)
         assert "work" in head.text
         assert "30 %" in first.text
         assert "–" in second.text
         assert cells(first.text) <= width
-    assert "work" not in device_lines([DeviceRow(script.sample(0))], 120, 3, UNICODE)[0][0].text
+    assert "work" not in device_lines([DeviceRow(script.sample(0))], 120, 3)[0][0].text
 
 
 def test_text_and_json_have_trainings(script: Any) -> None:
     snapshot = _snapshot(script, make_ranks())
-    text = snapshot_text(snapshot, 100, UNICODE, colour=False)
+    text = snapshot_text(snapshot, 100, colour=False)
     assert "GPU:1 takes 158 ms for its share; others wait up to 150 ms for it." in text
     document = msgspec.to_builtins(snapshot_document(snapshot))
     assert "reports" not in document
@@ -360,4 +358,4 @@ def test_of_a_file_that_trains_the_name_is_shown(script: Any) -> None:
     reports = [msgspec.structs.replace(each, workload="/home/ada/work/models/train.py") for each in make_ranks()]
     rows = join_trainings(_snapshot(script, reports))
     for width in (60, 80, 120):
-        assert "train.py" in training_table(rows, width, 5, UNICODE)[0][1].text
+        assert "train.py" in training_table(rows, width, 5)[0][1].text

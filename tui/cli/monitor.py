@@ -10,20 +10,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from evener.devices.registry import find_backend
+from evener.devices.registry import find_backend, name_maker
 from evener.devices.types import Snapshot, Source
 from evener.errors import RequestError
 
-from ..text.formatting import json_text
+from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
-from ..view.cells import ASCII, UNICODE, Marks
-from ..view.plain import snapshot_document, snapshot_text
+from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
+from ..view.devices import DeviceRow, device_lines
+from ..view.monitor import host_line
+from ..view.processes import PROCESSES, nothing_there, process_rows
+from ..view.ranks import work_by_device
+from ..view.table import Order, table_lines
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
 from .output import draws_screens
+
+if TYPE_CHECKING:
+    from ..view.trainings import TrainingRow
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
@@ -122,16 +130,94 @@ def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
     """The reading as text for standard output: in the width and the colours of its terminal, if it is one."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
-    return snapshot_text(snapshot, max(80, width), _marks(ascii_only), colour=colour)
+    text = snapshot_text(snapshot, max(80, width), colour=colour)
+    return to_ascii(text) if ascii_only or not _draws_signs() else text
 
 
-def _marks(ascii_only: bool) -> Marks:
-    """Plain ASCII if requested, or if the stream's encoding has nothing else."""
+def _draws_signs() -> bool:
+    """False if the stream's encoding has nothing beyond ASCII."""
     try:
         "━╸▸…".encode(sys.stdout.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError):
-        return ASCII
-    return ASCII if ascii_only else UNICODE
+        return False
+    return True
+
+
+_CODES: dict[Tone, str] = {
+    "dim": "2",
+    "title": "2",
+    "strong": "1",
+    "accent": "34",
+    "memory": "35",
+    "power": "33",
+    "speed": "32",
+    "good": "32",
+    "warn": "33",
+    "bad": "1;31",
+    "track": "2",
+}
+
+
+def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
+    """Host, notes, devices, processes and trainings, every line at most `width` cells."""
+    work = work_by_device(snapshot)
+    rows = [DeviceRow(each, work=work.get((each.device.host, each.device.id))) for each in snapshot.devices]
+    shown = process_rows(snapshot, Order("memory"))
+    devices, _ = device_lines(rows, width, len(rows) + 1)
+    nothing = nothing_there(snapshot.devices)
+    processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, nothing=nothing)
+    trainings = _training_parts(snapshot, width)
+    parts = [host_line(snapshot, width), *devices, Line(), *processes, *trainings]
+    lines = (*_notes(snapshot), *(_drawn(each) if colour else each.text.rstrip() for each in parts))
+    return "\n".join(lines) + "\n"
+
+
+def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
+    """The document of `--json`: the snapshot, with its reports joined as trainings."""
+    document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
+    del document["reports"]
+    return document
+
+
+def _notes(snapshot: Snapshot) -> Iterator[str]:
+    """The host with its driver, if there is one, and what is to be known of the machine."""
+    if snapshot.driver:
+        maker = name_maker(sample.device for sample in snapshot.devices)
+        yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
+    yield from (f"{Mark.ALARM} {plain(note)}" for note in snapshot.notes)
+
+
+def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
+    """The trainings; what joins them is imported if there are any."""
+    if not snapshot.reports:
+        return ()
+    from ..view.trainings import join_trainings
+
+    return join_trainings(snapshot)
+
+
+def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
+    """The trainings, and below them the ranks of each with what holds it up."""
+    rows = _join(snapshot)
+    if not rows:
+        return
+    from ..view.training_lines import rank_table, training_lines, training_table
+
+    yield Line()
+    yield from training_table(rows, width, len(rows) + 1)[0]
+    for row in [row for row in rows if row.training or len(row.ranks) > 1]:  # of others the table has it all
+        yield Line()
+        yield from text_lines(row.workload or row.framework, width, 1, "strong")
+        yield from rank_table(row, width, len(row.ranks) + 1)[0]
+        yield from training_lines(row, snapshot.at_seconds, width)
+
+
+def _drawn(line: Line) -> str:
+    drawn = []
+    for text, tone, _ in line.spans:
+        code = _CODES.get(tone)
+        drawn.append(f"\x1b[{code}m{text}\x1b[0m" if code and text.strip() else text)
+    return "".join(drawn)
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:

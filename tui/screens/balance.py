@@ -28,7 +28,7 @@ from evener.workloads import registry
 from ..base_app import UsesApp
 from ..text.formatting import plain
 from ..text.parsing import REQUEST_HELP, make_request, parse_words, request_fields, select_devices
-from ..view.cells import Span, cut, line, text_lines
+from ..view.cells import Mark, Span, cut, line, text_lines
 from ..view.devices import short_name
 from ..widgets.balance import BalanceView, LanePanel
 from ..widgets.lines import Lines
@@ -189,7 +189,7 @@ class Setup(UsesApp, VerticalScroll):
         for row in self.query(".field"):
             marked = bool(text) and row.id == f"row-{wrong}"
             row.set_class(marked, "-wrong")
-            sign = self.evener.marks.alarm if marked else " "
+            sign = Mark.ALARM if marked else " "
             row.query_one(".label", Static).update(f"{sign}{_label((row.id or '').removeprefix('row-'))}")
         if text:
             self.call_after_refresh(self.query_one(f"#{wrong}").focus)
@@ -211,7 +211,7 @@ class Setup(UsesApp, VerticalScroll):
         else:
             row = field.chosen if isinstance(field, Ticks) else None
             text = row[1] if row is not None else _HINTS.get(getattr(field, "id", None) or "", "")
-            shown = cut(plain(text), max(1, room - 2), self.evener.marks.ellipsis)
+            shown = cut(plain(text), max(1, room - 2))
             problem.show([line(Span(f" {shown}", "dim"))])
         self.query_one("#send").styles.height = problem.styles.height = self._problem_rows
 

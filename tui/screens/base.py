@@ -207,7 +207,7 @@ class TopBar(Lines):
         right: tuple[str, ...] = ()
         if app.snapshot is not None:
             clock = time.strftime("%H:%M:%S", time.localtime(app.snapshot.at_seconds))
-            right = status_texts(app.snapshot, clock, app.marks)
+            right = status_texts(app.snapshot, clock)
         self.show((top_line(SCREENS, self.shown, right, self.size.width),))
 
 

@@ -208,7 +208,7 @@ class SignalDialog(Dialog[None]):
     def _process_line(self, row: ProcessSample) -> Line:
         head = Span(f"{row.pid} ", "strong"), Span(f"{plain(row.user)} {plain(row.device_label)} ")
         room = max(1, self.text_width - sum(len(span.text) for span in head))
-        return line(*head, Span(cut(plain(row.command), room, self.evener.marks.ellipsis), "dim"))
+        return line(*head, Span(cut(plain(row.command), room), "dim"))
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """Continue with the chosen signal."""

@@ -70,9 +70,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.place_panels(rows.framed, *panels)
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
-        app, width = self.evener, self.app.size.width
-        self.query_one("#host", Lines).show((host_line(snapshot, width, app.marks, self.state),))
-        self.query_one("#notes", Lines).show((note_line(snapshot.notes, width, app.marks),))
+        width = self.app.size.width
+        self.query_one("#host", Lines).show((host_line(snapshot, width, self.state),))
+        self.query_one("#notes", Lines).show((note_line(snapshot.notes, width),))
 
     def on_list_panel_moved(self) -> None:
         """The graphs follow the device under the cursor."""
@@ -166,7 +166,7 @@ class DevicePanel(ListPanel[PanelRow]):
         app = self.evener
         work = work_by_device(self.snapshot) if self.snapshot is not None else {}
         rows = panel_rows(self.rows, app.publisher.history, work)
-        lines, self.top = device_lines(rows, *self.size, app.marks, Position(self.cursor, self.top))
+        lines, self.top = device_lines(rows, *self.size, Position(self.cursor, self.top))
         self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
         self.show(lines)
 
@@ -182,8 +182,7 @@ class GraphPanel(Lines):
         if sample is None or not self.display:
             return
         self.entitle(f"{sample.device.label} {short_name(sample.device.name)}")
-        history, marks = self.evener.publisher.history, self.evener.marks
-        self.show(graph_lines(sample, history, *self.size, marks))
+        self.show(graph_lines(sample, self.evener.publisher.history, *self.size))
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):

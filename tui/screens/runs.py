@@ -153,7 +153,7 @@ class RunsScreen(RunActions, SortedScreen):
         except EvenerError as fault:
             return text_lines(str(fault), width, 6, "bad")
         self._plans[name] = found
-        return plan_lines(found, width, height, self.evener.marks)
+        return plan_lines(found, width, height)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""

@@ -65,7 +65,7 @@ class TrainingsScreen(SnapshotScreen):
             snapshot = self.shown
             there = join_trainings(snapshot) if snapshot is not None else ()
             row = next((each for each in there if each.key == chosen.key), chosen)
-            return training_lines(row, snapshot.at_seconds if snapshot is not None else 0.0, width, self.evener.marks)
+            return training_lines(row, snapshot.at_seconds if snapshot is not None else 0.0, width)
 
         self.open_details("Training", draw)
 
@@ -91,7 +91,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
     def redraw(self) -> None:
         """Rebuild the rows."""
-        lines, self.top = training_table(self.rows, *self.size, self.evener.marks, self.position, self.state)
+        lines, self.top = training_table(self.rows, *self.size, self.position, self.state)
         self.entitle(subtitle=str(self.count))
         self.show(lines)
 
@@ -115,7 +115,7 @@ class RankPanel(ListPanel[RankRow]):
         if row is None:
             self.show(())
             return
-        lines, self.top = rank_table(row, *self.size, self.evener.marks, self.position)
+        lines, self.top = rank_table(row, *self.size, self.position)
         self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}", str(self.count))
         self.show(lines)
 
@@ -129,7 +129,7 @@ class CausePanel(Lines):
 
     def take(self, row: TrainingRow | None, at_seconds: float) -> None:
         """Show what is found of a training."""
-        self.show(training_lines(row, at_seconds, self.size.width, self.evener.marks) if row is not None else ())
+        self.show(training_lines(row, at_seconds, self.size.width) if row is not None else ())
 
 
 class TrainingGraphs(Lines):
@@ -145,4 +145,4 @@ class TrainingGraphs(Lines):
             self.show(())
             return
         app = self.evener
-        self.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *self.size, app.marks))
+        self.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *self.size))

@@ -12,14 +12,14 @@ from evener.shares.whole_rows import apportion
 
 from ..text.formatting import plain
 from ..text.summaries import layout_words, left_words, outcome_words, share_words
-from .cells import Line, Marks, Span, Tone, cut, device_tone, line, pad, span_cells, text_lines, wrap
+from .cells import Line, Mark, Span, Tone, cut, device_fill, device_tone, line, pad, span_cells, text_lines, wrap
 from .charts import bar
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
 MOST_NAMED = 6  # devices of a layout; the others are counted
 
 
-def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """The best layout's shares as one bar, each device with its colour and pattern, and a legend below.
 
     While another split is measured, its shares are shown too, as a second bar if there is a row for it.
@@ -27,32 +27,31 @@ def share_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
     chosen = chosen_layout(state)
     if chosen is None or not chosen.global_batch or width < 4:
         return (line(Span(f" No layout has been {'chosen' if timed(state) else 'measured'} yet.", "dim")),)
-    legend = _legend(state, chosen, width, marks)
+    legend = _legend(state, chosen, width)
     total = line(Span(f" global batch {chosen.global_batch}", "dim"))
     tried = _tried_layout(state, chosen)
     if tried is None:
-        return (_shares_bar(chosen.shares, width, marks), *legend, total)
-    before = (*total.spans, Span(f"{marks.dot:^3}", "dim"), Span(f"{marks.running} ", "speed"))
+        return (_shares_bar(chosen.shares, width), *legend, total)
+    before = (*total.spans, Span(f"{Mark.DOT:^3}", "dim"), Span(f"{Mark.RUNNING} ", "speed"))
     words = f"now {list_samples(tried)} = {tried.global_batch}"
     if span_cells(before) + len(words) > width:
         words = f"now {tried.global_batch} over {len(tried.active)} devices"
     facts = line(*before, Span(words))
-    bars = [_shares_bar(layout.shares, width, marks) for layout in (chosen, tried)]
+    bars = [_shares_bar(layout.shares, width) for layout in (chosen, tried)]
     return (*bars[: max(1, min(2, height - len(legend) - 1))], *legend, Line(pad(facts.spans, width)))
 
 
-def _shares_bar(shares: Sequence[int], width: int, marks: Marks) -> Line:
+def _shares_bar(shares: Sequence[int], width: int) -> Line:
     parts = apportion(width - 2, [float(share) for share in shares])
-    fills = marks.fills
-    spans = (Span(fills[device % len(fills)] * part, device_tone(device)) for device, part in enumerate(parts))
+    spans = (Span(device_fill(device) * part, device_tone(device)) for device, part in enumerate(parts))
     return Line((Span(" "), *spans))
 
 
-def _legend(state: SessionState, layout: Layout, width: int, marks: Marks) -> list[Line]:
+def _legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
     """The share of each device; where there are many, those that are left out are only counted."""
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
-    items = [_share_item(state, layout, device, marks) for device, share in enumerate(shares) if share or detailed]
+    items = [_share_item(state, layout, device) for device, share in enumerate(shares) if share or detailed]
     if not detailed and 0 in shares:
         items.append((Span(f" {shares.count(0)} left out ", "dim"),))
     legend: list[Line] = []
@@ -65,11 +64,11 @@ def _legend(state: SessionState, layout: Layout, width: int, marks: Marks) -> li
     return [*legend, Line(row)]
 
 
-def _share_item(state: SessionState, layout: Layout, device: int, marks: Marks) -> tuple[Span, ...]:
+def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span, ...]:
     share = layout.shares[device]
     part = f" ({percent(share / layout.global_batch, 0)})" if len(layout.shares) <= DETAILED_SHARES else ""
     return (
-        Span(f" {marks.fills[device % len(marks.fills)]} ", device_tone(device)),
+        Span(f" {device_fill(device)} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
         Span(f"{share_words(layout, device)}{part} " if share else "left out ", "text" if share else "dim"),
     )
@@ -82,7 +81,7 @@ def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
-def rival_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Bars of samples/s: the best so far, and what it gains over each rival.
 
     A bar is in the rival's row if it fits, else below it if `height` allows.
@@ -96,10 +95,10 @@ def rival_lines(state: SessionState, width: int, height: int, marks: Marks) -> t
     for place, each in enumerate(found):
         tone: Tone = "accent" if place else "speed"
         share = each.samples_per_second / top
-        drawn = bar(share, inline, marks, tone) if inline >= 8 else ()
-        lines.append(_rival_line(each, found[0], width, marks, drawn))
+        drawn = bar(share, inline, tone) if inline >= 8 else ()
+        lines.append(_rival_line(each, found[0], width, drawn))
         if not drawn and height >= 2 * len(found):
-            lines.append(Line((Span(" "), *bar(share, width - 2, marks, tone))))
+            lines.append(Line((Span(" "), *bar(share, width - 2, tone))))
     return tuple(lines)
 
 
@@ -108,14 +107,14 @@ _WHOLE_CELLS = 47  # a narrower row has an interval or a gain, and nothing else
 _BRIEF_CELLS = 21  # such a row without its name
 
 
-def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, drawn: tuple[Span, ...]) -> Line:
+def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span, ...]) -> Line:
     first = each is best
     half = relative_error(each.samples_per_second, each.low, each.high)
-    error = f"{marks.plus_minus}{percent(half, 1 if half < 0.1 else 0)}"
+    error = f"±{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best, each)
     room = max(1, min(18, width - _BRIEF_CELLS))
     spans: tuple[Span, ...] = (
-        Span(f" {cut(each.name, room, marks.ellipsis):<{room}}", "strong" if first else "text"),
+        Span(f" {cut(each.name, room):<{room}}", "strong" if first else "text"),
         Span(f"{rate(each.samples_per_second):>9}", "speed"),
     )
     if width < _WHOLE_CELLS:
@@ -128,7 +127,7 @@ def _rival_line(each: RivalRate, best: RivalRate, width: int, marks: Marks, draw
         Span(f" {versus:<7} ", _versus_tone(versus)),
     )
     left = width - span_cells(spans)
-    return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left)), marks.ellipsis), "dim")), width))
+    return Line(pad((*spans, Span(cut(each.where, max(1, min(22, left))), "dim")), width))
 
 
 def _versus(best: RivalRate, each: RivalRate) -> str:
@@ -145,18 +144,18 @@ def _versus_tone(text: str) -> Tone:
     return "good" if text.startswith("+") and not text.startswith("+0.0") else "dim"
 
 
-def search_lines(state: SessionState, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Lines on what the search does and why, how far it is, and the latest measurements.
 
     While it runs, warnings leave room for at least two measurements.
     """
     said = state.finished.plan.warnings if state.finished is not None else state.notes
-    head = [*_doing_lines(state, width), *_progress_lines(state, width, marks)]
+    head = [*_doing_lines(state, width), *_progress_lines(state, width)]
     room = height - len(head)
-    head += warning_lines(said, width, marks, max(0, min(room - (0 if state.ended else 2), height // 3)))
+    head += warning_lines(said, width, max(0, min(room - (0 if state.ended else 2), height // 3)))
     room = max(0, height - len(head))
     newest = state.seen[-room:] if room else ()
-    rows = [_seen_line(state, seen.observation, seen.at_seconds, width, marks) for seen in reversed(newest)]
+    rows = [_seen_line(state, seen.observation, seen.at_seconds, width) for seen in reversed(newest)]
     return (*head, *rows)
 
 
@@ -182,7 +181,7 @@ def _searching_words(state: SessionState) -> str:
     return state.belief.doing if state.belief is not None else "The first probes are starting."
 
 
-def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line, ...]:
+def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
     """Lines on how much was measured and the budget that is left; at the end, why it ended."""
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
@@ -193,38 +192,36 @@ def _progress_lines(state: SessionState, width: int, marks: Marks) -> tuple[Line
     spans: tuple[Span, ...] = (Span(f" {facts}", "dim"),)
     if left is not None and state.budget_seconds:
         used = state.at_seconds / state.budget_seconds
-        spans = (*spans, Span(f"{left_words(state)} ", "dim"), *bar(used, 16, marks))
+        spans = (*spans, Span(f"{left_words(state)} ", "dim"), *bar(used, 16))
     return (Line(pad(spans, width)),)
 
 
-def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int, marks: Marks) -> Line:
-    mark, tone = _mark(seen, marks)
-    what = plain(outcome_words(seen, state.devices, marks.plus_minus))
+def _seen_line(state: SessionState, seen: Observation, at_seconds: float, width: int) -> Line:
+    mark, tone = _mark(seen)
+    what = plain(outcome_words(seen, state.devices, "±"))
     head = (Span(f" {duration(at_seconds):>10} ", "dim"), Span(f"{mark} ", tone), Span(f"{seen.probe.stage:<6}"))
     room = width - span_cells(head) - 2
     texts = [layout_words(seen.probe.layout, state.devices, most) for most in range(MOST_NAMED, 1, -1)]
     where = next((text for text in texts if len(text) + len(what) <= room), texts[-1])
     spans = (*head, Span(f"{where}: "))
     room = width - span_cells(spans)
-    return Line(pad((*spans, Span(cut(what, room, marks.ellipsis) if room > 0 else "", tone)), width))
+    return Line(pad((*spans, Span(cut(what, room) if room > 0 else "", tone)), width))
 
 
-def _mark(seen: Observation, marks: Marks) -> tuple[str, Tone]:
+def _mark(seen: Observation) -> tuple[str, Tone]:
     if isinstance(seen, Timed):
-        return marks.done, "text"
-    return (marks.wall, "warn") if isinstance(seen, OutOfMemory) else (marks.failed, "bad")
+        return Mark.DONE, "text"
+    return (Mark.WALL, "warn") if isinstance(seen, OutOfMemory) else (Mark.FAILED, "bad")
 
 
-def warning_lines(warnings: Sequence[str], width: int, marks: Marks, most: int | None = None) -> tuple[Line, ...]:
+def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
     """A plan's warnings, each wrapped, in at most `most` rows; the last row shows if something is missing."""
     rows = [
-        (marks.alarm if not place else " ", row)
+        (Mark.ALARM if not place else " ", row)
         for warning in warnings
         for place, row in enumerate(wrap(plain(warning), max(4, width - 4), 3))
     ]
     if most is not None and len(rows) > most:
         rows = rows[: max(0, most)]
-        rows[-1:] = [
-            (sign, cut(f"{row} {marks.ellipsis}", max(4, width - 4), marks.ellipsis)) for sign, row in rows[-1:]
-        ]
+        rows[-1:] = [(sign, cut(f"{row} …", max(4, width - 4))) for sign, row in rows[-1:]]
     return tuple(line(Span(f" {sign} ", "warn"), Span(row, "warn")) for sign, row in rows)

@@ -7,91 +7,34 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
-import msgspec
-
 from ..text.formatting import NO_BREAK, plain, unbroken
 
 
-class Marks(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of characters, Unicode by default; each takes one cell."""
+class Mark:
+    """The signs that are drawn, one cell each; `to_ascii` has a similar one for each."""
 
-    full: str = "━"  # the filled part of a bar
-    half: str = "╸"  # half a cell of it; "" if there is none
-    track: str = "─"  # the empty part
-    spark: str = "▁▂▃▄▅▆▇█"  # heights from the lowest to the highest
-    levels: str = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
-    shade: str = "░"  # a cell of a graph under its edge
-    curve: str = "hd"  # what plotext draws a line with
-    predicted: str = "·"  # a line beyond what was measured
-    plain: bool = False  # nothing beyond ASCII
-    fills: str = "█▓▒░▞▚▤▥"  # one filling for each device in a shares bar
-    ellipsis: str = "…"
-    none: str = "–"  # the device doesn't report it
-    pending: str = "…"  # not read yet: a rate needs two readings
-    denied: str = "⊘"  # this user may not read it
-    lost: str = "×"
-    stale: str = "~"  # before a value that is too old to be called current
-    cursor: str = "▸"
-    folded: str = "▶"  # a group whose rows are hidden
-    tagged: str = "◆"
-    ascending: str = "▲"
-    descending: str = "▼"
-    down: str = "↓"  # received
-    up: str = "↑"  # sent
-    degree: str = "°"
-    plus_minus: str = "±"
-    dot: str = "·"  # between facts
-    running: str = "●"
-    waiting: str = "○"
-    done: str = "✓"
-    failed: str = "✗"
-    wall: str = "▌"  # ran out of memory
-    alarm: str = "!"
+    FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
+    LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
+    SHADE = "░"  # a cell of a graph under its edge
+    FILLS = "█▓▒░▞▚▤▥"  # one filling for each device in a shares bar
+    NONE = "–"  # the device doesn't report it
+    PENDING = "…"  # not read yet: a rate needs two readings
+    DENIED = "⊘"  # this user may not read it
+    LOST = "×"
+    STALE = "~"  # before a value that is too old to be called current
+    CURSOR = "▸"
+    FOLDED = "▶"  # a group whose rows are hidden
+    TAGGED = "◆"
+    ASCENDING, DESCENDING = "▲▼"
+    DOT = "·"  # between facts
+    RUNNING, WAITING, DONE, FAILED = "●○✓✗"
+    WALL = "▌"  # ran out of memory
+    ALARM = "!"
 
-    def show(self, text: str) -> str:
-        """`text` in the characters of this set."""
-        return to_ascii(text) if self.plain else text
-
-
-UNICODE = Marks()
-ASCII = Marks(
-    full="=",
-    half="",
-    track=".",
-    spark="_.-:=+*#",
-    levels=" .-#",
-    shade=":",
-    curve=".",
-    predicted="~",
-    plain=True,
-    fills="#@$&/;:s",
-    ellipsis="~",
-    none="-",
-    pending="?",
-    denied="x",
-    lost="X",
-    stale="~",
-    cursor=">",
-    folded="+",
-    tagged="*",
-    ascending="^",
-    descending="v",
-    down="<",
-    up=">",
-    degree=" ",
-    plus_minus="+-",
-    dot="|",
-    running="*",
-    waiting="o",
-    done="+",
-    failed="x",
-    wall="|",
-    alarm="!",
-)
 
 _SIMILAR = str.maketrans(
-    "…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
-    "~--|x~ ><>-|+++++++++  ",
+    "━╸▁▂▃▄▅▆▇█▓▒░▞▚▤▥⊘▸▶◆▲▼↓↑●○✓✗▌…–—·×±°→≤≥─│┤├┬┴┌┐└┘┼\u202f\u00a0",
+    "==_.-:=+*#@$:/;&s/>+*^vv^*o+x|~--|x~ ><>-|+++++++++  ",
 )
 
 
@@ -156,6 +99,11 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 def device_tone(position: int) -> Tone:
     """A device's colour, the same on every screen of a session."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
+
+
+def device_fill(position: int) -> str:
+    """A device's filling in a bar."""
+    return Mark.FILLS[position % len(Mark.FILLS)]
 
 
 def cells(text: str) -> int:

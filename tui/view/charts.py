@@ -13,7 +13,7 @@ from typing import NamedTuple
 from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State, value
 
-from .cells import Line, Marks, Span, Tone, cells, pad, span_cells
+from .cells import Line, Mark, Span, Tone, cells, pad, span_cells
 
 GIB = 1024.0**3
 STATE_WORDS = {
@@ -79,7 +79,7 @@ def gib(count: float) -> str:
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
-def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, width: int) -> tuple[str, bool]:
+def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
     """A reading in at most `width` cells, and whether it is a current value.
 
     A stale value keeps its mark; where both don't fit, the mark stands alone.
@@ -87,24 +87,23 @@ def reading_text(reading: Reading, draw: Callable[[float], str], marks: Marks, w
     if reading.current is not None:
         return draw(reading.current), True
     if reading.state is State.DENIED:
-        return ("denied" if width >= 6 else marks.denied), False
+        return ("denied" if width >= 6 else Mark.DENIED), False
     if reading.state is State.LOST:
-        return ("lost" if width >= 4 else marks.lost), False
+        return ("lost" if width >= 4 else Mark.LOST), False
     if reading.value is None:
-        return (marks.pending if reading.state is State.STALE else marks.none), False
-    marked = marks.stale + draw(reading.value)
-    return (marked if cells(marked) <= width else marks.stale), False
+        return (Mark.PENDING if reading.state is State.STALE else Mark.NONE), False
+    marked = Mark.STALE + draw(reading.value)
+    return (marked if cells(marked) <= width else Mark.STALE), False
 
 
 def figure(
     reading: Reading,
     width: int,
-    marks: Marks,
     draw: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
     """A reading as one span, right-aligned in `width` cells; the tone follows its value if it has a current one."""
-    text, current = reading_text(reading, draw, marks, width)
+    text, current = reading_text(reading, draw, width)
     if not current:
         return Span(text.rjust(width), "bad" if reading.state is State.LOST else "dim")
     number = reading.value or 0.0
@@ -153,7 +152,7 @@ def traffic(sample: DeviceSample) -> Reading:
     return Reading(State.STALE, total, max(part.age_seconds for part in stale)) if stale else value(total)
 
 
-def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[Span, ...]:
+def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
     """A bar of `width` cells filled to `share` of 1, readable without colour."""
     if width <= 0:
         return ()
@@ -161,13 +160,11 @@ def bar(share: float, width: int, marks: Marks, tone: Tone = "accent") -> tuple[
     if share > 0 and halves == 0:
         halves = 1  # anything above 0 is visible
     full, half = divmod(halves, 2)
-    if not marks.half:
-        full, half = min(width, full + half), 0
-    filled = marks.full * full + marks.half * half
-    return Span(filled, tone), Span(marks.track * (width - full - half), "track")
+    filled = Mark.FULL * full + Mark.HALF * half
+    return Span(filled, tone), Span(Mark.TRACK * (width - full - half), "track")
 
 
-def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int, marks: Marks) -> tuple[Span, ...]:
+def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
     """Own work, then waiting; `width` cells are `longest_s`, such as those of the slowest rank."""
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
@@ -175,29 +172,29 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int, 
     )
     own = max(own, int(own_work_s > 0))  # anything above 0 is visible
     both = max(own, both)
-    return Span(marks.full * own, "speed"), Span(marks.shade * (both - own), "warn"), Span(" " * (width - both))
+    return Span(Mark.FULL * own, "speed"), Span(Mark.SHADE * (both - own), "warn"), Span(" " * (width - both))
 
 
-def spark(values: Sequence[float | None], width: int, marks: Marks, highest: float | None = None) -> str:
+def spark(values: Sequence[float | None], width: int, highest: float | None = None) -> str:
     """The newest `width` values as heights between 0 and the highest; a missing one is a space."""
     shown = list(values)[-width:]
     top = highest or max((number for number in shown if number is not None), default=0.0)
-    steps = len(marks.spark) - 1
+    steps = len(Mark.LEVELS) - 2
     signs = [
-        " " if number is None else marks.spark[round(min(1.0, max(0.0, number / top)) * steps) if top > 0 else 0]
+        " " if number is None else Mark.LEVELS[1 + round(min(1.0, max(0.0, number / top)) * steps) if top > 0 else 0]
         for number in shown
     ]
     return "".join(signs).rjust(width)
 
 
-def graph(values: Sequence[float | None], width: int, height: int, marks: Marks, highest: float) -> tuple[str, ...]:
+def graph(values: Sequence[float | None], width: int, height: int, highest: float) -> tuple[str, ...]:
     """A filled graph of the newest values, one per column, as `height` lines from the top down."""
     if width <= 0 or height <= 0:
         return ()
     newest = values[-width:]
-    most = height * (len(marks.levels) - 1)
+    most = height * (len(Mark.LEVELS) - 1)
     steps = [0] * (width - len(newest)) + [_count_steps(number, highest, most) for number in newest]
-    stacks = [_stack(count, height, marks.levels, marks.shade) for count in steps]
+    stacks = [_stack(count, height, Mark.LEVELS, Mark.SHADE) for count in steps]
     return tuple(map("".join, zip(*stacks, strict=True)))
 
 
@@ -246,24 +243,24 @@ class Graph(NamedTuple):
         return all(value is None for value in self.values)
 
 
-def draw_graphs(graphs: Sequence[Graph], width: int, height: int, columns: int, marks: Marks) -> tuple[Line, ...]:
+def draw_graphs(graphs: Sequence[Graph], width: int, height: int, columns: int) -> tuple[Line, ...]:
     """Rows of `columns` graphs, all of one size, that fill the height."""
     rows = -(-len(graphs) // columns)
     each = (width - 2 * (columns - 1)) // columns
     lines: list[Line] = []
     for row in range(rows):
         own = height * (row + 1) // rows - height * row // rows
-        drawn = [_draw(one, each, own, marks) for one in graphs[row * columns : (row + 1) * columns]]
+        drawn = [_draw(one, each, own) for one in graphs[row * columns : (row + 1) * columns]]
         beside = zip(*drawn, strict=True)
         lines += [Line(tuple(span for part in parts for span in (Span("  "), *part))[1:]) for parts in beside]
     return tuple(lines)
 
 
-def _draw(one: Graph, width: int, height: int, marks: Marks) -> list[tuple[Span, ...]]:
+def _draw(one: Graph, width: int, height: int) -> list[tuple[Span, ...]]:
     caption = (Span(f"{one.caption} ", "title"), Span(one.newest, one.tone))
     room = width - len(one.axis) - 1
     head = pad(caption, width)
     if span_cells(caption) <= room and not one.is_empty:
         head = (*pad(caption, room), Span(f" {one.axis}", "dim"))
-    rows = graph(one.values, width, height - 1, marks, one.highest)
+    rows = graph(one.values, width, height - 1, one.highest)
     return [head, *((Span(row, one.tone),) for row in rows)]

@@ -12,7 +12,7 @@ from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, Reading, State
 
 from ..text.formatting import plain
-from .cells import Line, Marks, Span, Tone, cells, cut, pad, span_cells
+from .cells import Line, Mark, Span, Tone, cells, cut, pad, span_cells
 from .charts import (
     bar,
     figure,
@@ -29,7 +29,7 @@ from .charts import (
     whole,
     work_bar,
 )
-from .table import NO_CURSOR, Column, Grid, Position, table_lines, table_row
+from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines, table_row
 
 
 class HostRow(msgspec.Struct, frozen=True):
@@ -59,16 +59,16 @@ def group_rows(samples: Sequence[DeviceSample], folded: Collection[str]) -> tupl
     return tuple(rows)
 
 
-def draw_host(row: HostRow, width: int, marks: Marks, here: bool) -> Line:
+def draw_host(row: HostRow, width: int, here: bool) -> Line:
     """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
     count = len(row.samples)
     head = (
-        Span(f" {marks.folded if row.folded else marks.descending} ", "dim"),
+        Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
         Span(f"{plain(row.host, 40)} ", "title"),
         Span(f"{count} device{'s' * (count != 1)} ", "dim"),
     )
     if row.is_lost:
-        note = Span(cut(plain(row.samples[0].note, 300), max(0, width - span_cells(head)), marks.ellipsis), "bad")
+        note = Span(cut(plain(row.samples[0].note, 300), max(0, width - span_cells(head))), "bad")
         return Line(pad((*head, note), width), here)
     busy = _current([sample.utilization_percent for sample in row.samples])
     used = _current([sample.memory_used_bytes for sample in row.samples])
@@ -76,7 +76,7 @@ def draw_host(row: HostRow, width: int, marks: Marks, here: bool) -> Line:
     figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
     figures += [f"{gib(sum(used))} GiB used"] if used else []
     figures += [f"{rate(sum(speed))} samples/s"] if speed else []
-    text = cut(f" {marks.dot} ".join(figures), max(0, width - span_cells(head)), marks.ellipsis)
+    text = cut(f" {Mark.DOT} ".join(figures), max(0, width - span_cells(head)))
     return Line(pad((*head, Span(text, "text")), width), here)
 
 
@@ -101,40 +101,40 @@ def short_name(name: str) -> str:
     return _MAKERS.sub("", plain(name, 80)).strip() or plain(name, 80)
 
 
-def _id(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _id(row: DeviceRow, width: int) -> tuple[Span, ...]:
     device = row.sample.device
-    alarm = marks.alarm if row.sample.events or row.sample.note else ""
+    alarm = Mark.ALARM if row.sample.events or row.sample.note else ""
     text = device.label if len(device.label) + len(alarm) <= width else str(device.index)
     return Span(alarm, "bad"), Span(text, "strong")
 
 
-def _name(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _name(row: DeviceRow, width: int) -> tuple[Span, ...]:
     name = short_name(row.sample.device.name)
     if len(name) > width:
         name = name.removeprefix("GTX ").removeprefix("RTX ").replace(" ", "" if width < 8 else " ")
     if host := row.sample.device.host:
         name = f"{plain(host)} {name}"
     limit = row.sample.device.limit
-    return (Span(cut(name + ("@" if limit else ""), width, marks.ellipsis), "text"),)
+    return (Span(cut(name + ("@" if limit else ""), width), "text"),)
 
 
-def _utilization(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _utilization(row: DeviceRow, width: int) -> tuple[Span, ...]:
     reading = row.sample.utilization_percent
     if width < 10:
-        return _percent(reading, width, marks, "accent")
+        return _percent(reading, width, "accent")
     blank = (Span(" " * (width - 6)),)
-    drawn = blank if reading.value is None else bar(reading.value / 100, width - 6, marks)
-    return (*drawn, Span(" "), *_percent(reading, 5, marks, "accent"))
+    drawn = blank if reading.value is None else bar(reading.value / 100, width - 6)
+    return (*drawn, Span(" "), *_percent(reading, 5, "accent"))
 
 
-def _percent(reading: Reading, width: int, marks: Marks, tone: Tone = "text") -> tuple[Span, ...]:
+def _percent(reading: Reading, width: int, tone: Tone = "text") -> tuple[Span, ...]:
     if width < 5 or reading.current is None:
-        return (figure(reading, width, marks, whole, tone),)
-    return figure(reading, width - 2, marks, whole, tone), Span(" %", "dim")
+        return (figure(reading, width, whole, tone),)
+    return figure(reading, width - 2, whole, tone), Span(" %", "dim")
 
 
-def _percent_cell(reading: Callable[[DeviceSample], Reading]) -> Callable[[DeviceRow, int, Marks], tuple[Span, ...]]:
-    return lambda row, width, marks: _percent(reading(row.sample), width, marks)
+def _percent_cell(reading: Callable[[DeviceSample], Reading]) -> Cell[DeviceRow]:
+    return lambda row, width: _percent(reading(row.sample), width)
 
 
 def memory_tone(share: float | None) -> Tone:
@@ -142,12 +142,12 @@ def memory_tone(share: float | None) -> Tone:
     return "warn" if share is not None and share >= 0.98 else "memory"
 
 
-def _memory(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _memory(row: DeviceRow, width: int) -> tuple[Span, ...]:
     used, total = row.sample.memory_used_bytes, row.sample.memory_total_bytes
-    text, current = reading_text(used, gib, marks, width)
+    text, current = reading_text(used, gib, width)
     share = fraction(used, total)
     if not current and used.state is not State.STALE:
-        return (figure(used, width, marks, gib),)
+        return (figure(used, width, gib),)
     if total.value:
         whole_text = gib(total.value)
         text += f"/{whole_text}" if cells(text) + 1 + len(whole_text) <= width else ""
@@ -155,23 +155,23 @@ def _memory(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
     if width < 11:
         return (Span(text, tone),)
     figures = (Span(text.rjust(8), tone), Span(" G", "dim"))
-    return figures if width < 18 or share is None else (*bar(share, width - 11, marks, tone), Span(" "), *figures)
+    return figures if width < 18 or share is None else (*bar(share, width - 11, tone), Span(" "), *figures)
 
 
-def _temperature(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _temperature(row: DeviceRow, width: int) -> tuple[Span, ...]:
     reading = row.sample.temperature_celsius
     if width < 4 or reading.value is None:
-        return (figure(reading, width, marks, whole, temperature_tone(row.sample)),)
-    unit = marks.degree + "C"
-    return figure(reading, width - len(unit), marks, whole, temperature_tone(row.sample)), Span(unit, "dim")
+        return (figure(reading, width, whole, temperature_tone(row.sample)),)
+    unit = "°C"
+    return figure(reading, width - len(unit), whole, temperature_tone(row.sample)), Span(unit, "dim")
 
 
-def _power(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _power(row: DeviceRow, width: int) -> tuple[Span, ...]:
     used, limit = row.sample.power_watts, row.sample.power_limit_watts
-    text, current = reading_text(used, whole, marks, width)
+    text, current = reading_text(used, whole, width)
     tone: Tone = "power" if current else "dim"
     if used.value is None or used.state is State.LOST:
-        return (figure(used, width, marks, whole),)
+        return (figure(used, width, whole),)
     of = f"/{limit.value:.0f}" if limit.value else ""
     if cells(text) + len(of) > width:
         of = ""
@@ -179,13 +179,13 @@ def _power(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
         return Span(text, tone), Span(of, "dim")
     figures = (Span(text.rjust(7 - len(of)), tone), Span(f"{of} W", "dim"))
     share = fraction(used, limit)
-    return figures if width < 15 or share is None else (*bar(share, width - 10, marks, tone), Span(" "), *figures)
+    return figures if width < 15 or share is None else (*bar(share, width - 10, tone), Span(" "), *figures)
 
 
-def _clock(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _clock(row: DeviceRow, width: int) -> tuple[Span, ...]:
     if width < 8 or row.sample.clock_mhz.value is None:
-        return (figure(row.sample.clock_mhz, width, marks),)
-    return figure(row.sample.clock_mhz, width - 4, marks), Span(" MHz", "dim")
+        return (figure(row.sample.clock_mhz, width),)
+    return figure(row.sample.clock_mhz, width - 4), Span(" MHz", "dim")
 
 
 _REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
@@ -202,54 +202,54 @@ def reason_letters(reasons: Sequence[str], room: int) -> str:
     return "".join(letters)[: max(0, room)]
 
 
-def _throttled(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _throttled(row: DeviceRow, width: int) -> tuple[Span, ...]:
     reading, reasons = row.sample.throttled_percent, row.sample.throttle_reasons
     if reading.current is None and not reasons:
-        return (figure(reading, width, marks),)
-    number, current = reading_text(reading, whole, marks, 3)
+        return (figure(reading, width),)
+    number, current = reading_text(reading, whole, 3)
     tone: Tone = "warn" if reading.current is None else throttle_tone(reading.current)
     if width < 12:
         return (Span(number.rjust(2) + reason_letters(reasons, width - max(2, len(number))), tone),)
-    why = cut(plain(", ".join(reasons), 60), width - 6, marks.ellipsis)
+    why = cut(plain(", ".join(reasons), 60), width - 6)
     return Span(f"{number:>3}{' %' if current else '  '}", tone), Span(f" {why:<{width - 6}}", tone)
 
 
-def _links(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
     sample = row.sample
     total = traffic(sample)
     if width < 12 or total.value is None:
-        return (figure(total, width, marks, short_bytes),)
+        return (figure(total, width, short_bytes),)
     received = [sample.link_receive_bytes_per_second, sample.pcie_receive_bytes_per_second]
     sent = [sample.link_send_bytes_per_second, sample.pcie_send_bytes_per_second]
     tone: Tone = "text" if total.state is State.VALUE else "dim"
     spans = []
-    for mark, readings in ((marks.down, received), (marks.up, sent)):
+    for mark, readings in (("↓", received), ("↑", sent)):
         known = [reading.value for reading in readings if reading.value is not None]
-        text = short_bytes(sum(known)) if known else marks.none
+        text = short_bytes(sum(known)) if known else Mark.NONE
         spans += [Span(f" {mark}", "dim"), Span(text.rjust(4), tone)]
     return tuple(spans)
 
 
-def _work(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
     """The part of a step that isn't waiting."""
     if row.work is None:
-        return (Span(marks.none, "dim"),)
+        return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work
     text = f"{100 * own / (own + waiting):.0f} %"
     if width < 10:
         return (Span(text if len(text) <= width else text.removesuffix(" %"), "speed"),)
-    return (*work_bar(own, waiting, own + waiting, width - 6, marks), Span(f" {text:>5}"))
+    return (*work_bar(own, waiting, own + waiting, width - 6), Span(f" {text:>5}"))
 
 
-def _speed(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (figure(row.sample.samples_per_second, width, marks, rate if width >= 9 else short, "speed"),)
+def _speed(row: DeviceRow, width: int) -> tuple[Span, ...]:
+    return (figure(row.sample.samples_per_second, width, rate if width >= 9 else short, "speed"),)
 
 
-def _history(row: DeviceRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
     fastest = max((speed for speed in row.speeds if speed is not None), default=0.0)
     if fastest > 0:
-        return (Span(spark(row.speeds, width, marks, nice_ceiling(fastest)), "speed"),)
-    return (Span(spark(row.busy, width, marks, 100.0), "accent"),)
+        return (Span(spark(row.speeds, width, nice_ceiling(fastest)), "speed"),)
+    return (Span(spark(row.busy, width, 100.0), "accent"),)
 
 
 DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
@@ -321,7 +321,7 @@ def _is_there(key: str, rows: Sequence[DeviceRow]) -> bool:
 
 
 def device_lines(
-    rows: Sequence[DeviceRow | HostRow], width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+    rows: Sequence[DeviceRow | HostRow], width: int, height: int, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and as many rows as fit in `height`, and the first row shown; a host has a row of its own.
 
@@ -333,12 +333,12 @@ def device_lines(
 
     def draw(row: DeviceRow | HostRow, widths: Mapping[str, int], here: bool) -> Line:
         if isinstance(row, HostRow):
-            return draw_host(row, width, marks, here)
+            return draw_host(row, width, here)
         sample = row.sample
         if not sample.note or sample.utilization_percent.state is not State.LOST:
-            return table_row(grid.columns, widths, row, marks, cursor=here)
-        head = table_row(DEVICE_COLUMNS[:2], widths, row, marks, cursor=here).spans
-        note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1), marks.ellipsis)
+            return table_row(grid.columns, widths, row, cursor=here)
+        head = table_row(DEVICE_COLUMNS[:2], widths, row, cursor=here).spans
+        note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
         return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
 
-    return table_lines(grid, rows, width, height, marks, position, draw=draw)
+    return table_lines(grid, rows, width, height, position, draw=draw)

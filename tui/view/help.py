@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cells import Line, Marks, Span, Tone, line, text_lines, wrap
+from .cells import Line, Mark, Span, Tone, line, text_lines, wrap
 
 _KEYS = {
     "Everywhere": (
@@ -49,14 +49,14 @@ _KEYS = {
 }
 
 
-def help_lines(notes: Sequence[str], marks: Marks, width: int) -> tuple[Line, ...]:
+def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
     """The whole page in lines of `width` cells."""
     lines: list[Line] = []
     for title, keys in _KEYS.items():
         lines.append(line(Span(title, "strong")))
         for key, text in keys:
             lines += _entry(key, text, "key", width)
-    lines += [line(), line(Span("Figures", "strong")), *_legend(marks, width)]
+    lines += [line(), line(Span("Figures", "strong")), *_legend(width)]
     if notes:
         lines += [line(), line(Span("This machine", "strong"))]
         lines += [row for note in notes for row in text_lines(note, width, 6, "warn", indent=2)]
@@ -69,14 +69,14 @@ def _entry(sign: str, text: str, tone: Tone, width: int) -> list[Line]:
     return [line(Span(f"  {sign:<12}", tone), Span(row)) for sign, row in zip(signs, rows, strict=True)]
 
 
-def _legend(marks: Marks, width: int) -> list[Line]:
+def _legend(width: int) -> list[Line]:
     rows: tuple[tuple[str, str, Tone], ...] = (
-        (marks.none, "this device doesn't report it", "dim"),
-        (marks.pending, "not read yet: a rate needs two readings", "dim"),
-        (f"{marks.denied} denied", "this user may not read it", "dim"),
-        (f"{marks.lost} lost", "the device or its driver is gone", "bad"),
-        (f"{marks.stale}62", "an old value; details say how old", "dim"),
-        (marks.alarm, "the device reported an error; details say which", "bad"),
+        (Mark.NONE, "this device doesn't report it", "dim"),
+        (Mark.PENDING, "not read yet: a rate needs two readings", "dim"),
+        (f"{Mark.DENIED} denied", "this user may not read it", "dim"),
+        (f"{Mark.LOST} lost", "the device or its driver is gone", "bad"),
+        (f"{Mark.STALE}62", "an old value; details say how old", "dim"),
+        (Mark.ALARM, "the device reported an error; details say which", "bad"),
         ("12P", "12 % of the time throttled: P power, T thermal, B brake, S sync or software, H hardware", "warn"),
         ("history", "samples/s where a training reports them, else utilisation", "speed"),
         ("link", "PCIe and NVLink together, both ways, in bytes/s", "text"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from evener.balancer.number_format import duration, percent, rate
 from evener.balancer.session_state import (
@@ -17,9 +17,9 @@ from evener.devices.types import DeviceSample
 
 from ..text.formatting import plain
 from ..text.summaries import share_words
-from .cells import Line, Marks, Span, Tone, cells, cut, device_tone, span_cells
+from .cells import Line, Mark, Span, Tone, cells, cut, device_fill, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
-from .table import NO_CURSOR, Column, Grid, Position, table_lines
+from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too
@@ -36,43 +36,42 @@ class _Lane:
         self.running = next((each for each in state.running if each.probe.layout.shares[device]), None)
 
 
-def _name(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+def _name(lane: _Lane, width: int) -> tuple[Span, ...]:
     label = lane.state.devices[lane.device]
     name = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
-    fill = marks.fills[lane.device % len(marks.fills)]
     room = width - cells(label) - 3
     return (
-        Span(f"{fill} ", device_tone(lane.device)),
+        Span(f"{device_fill(lane.device)} ", device_tone(lane.device)),
         Span(label, "strong"),
-        Span(f" {cut(plain(name), max(0, room), marks.ellipsis)}" if room > 3 else "", "dim"),
+        Span(f" {cut(plain(name), max(0, room))}" if room > 3 else "", "dim"),
     )
 
 
-def _doing(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+def _doing(lane: _Lane, width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None:
         if lane.state.fault:
-            return (Span(f"{marks.failed} failed", "dim"),)
+            return (Span(f"{Mark.FAILED} failed", "dim"),)
         done = lane.state.ended or lane.state.finished is not None
-        return (Span(f"{marks.done} done" if done else f"{marks.waiting} waits", "dim"),)
+        return (Span(f"{Mark.DONE} done" if done else f"{Mark.WAITING} waits", "dim"),)
     since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
     forms = (f"{running.probe.stage}: {running.phase}{since}", f"{running.phase}{since}", running.phase)
     words = next((form for form in forms if len(form) + 2 <= width), running.probe.stage)
-    return Span(f"{marks.running} ", "speed"), Span(words)
+    return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _sample_cell(key: str) -> Callable[[_Lane, int, Marks], tuple[Span, ...]]:
+def _sample_cell(key: str) -> Cell[_Lane]:
     """The cell that the Monitor screen has for the same metric."""
 
-    def draw(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+    def draw(lane: _Lane, width: int) -> tuple[Span, ...]:
         if lane.sample is None:
-            return (Span(marks.none, "dim"),)
-        return _DEVICE_CELLS[key](DeviceRow(lane.sample), width, marks)
+            return (Span(Mark.NONE, "dim"),)
+        return _DEVICE_CELLS[key](DeviceRow(lane.sample), width)
 
     return draw
 
 
-def _batch(lane: _Lane, width: int, _marks: Marks) -> tuple[Span, ...]:
+def _batch(lane: _Lane, width: int) -> tuple[Span, ...]:
     if lane.running is None:
         return (Span(""),)
     layout, device = lane.running.probe.layout, lane.device
@@ -81,33 +80,33 @@ def _batch(lane: _Lane, width: int, _marks: Marks) -> tuple[Span, ...]:
     return (Span(passes if cells(passes) <= width else share),)
 
 
-def _speed(lane: _Lane, _width: int, _marks: Marks) -> tuple[Span, ...]:
+def _speed(lane: _Lane, _width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None or running.samples_per_second is None:
         return (Span(""),)
     return (Span(rate(own_speed(running, lane.device)), "speed"),)
 
 
-def _interval(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+def _interval(lane: _Lane, width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None or running.relative_interval is None:
         return (Span(""),)
     settled: Tone = "good" if running.relative_interval <= 0.01 else "text"
-    text = f"{marks.plus_minus}{percent(running.relative_interval, 1)}"
-    rounder = f"{marks.plus_minus}{percent(running.relative_interval)}"
+    text = f"±{percent(running.relative_interval, 1)}"
+    rounder = f"±{percent(running.relative_interval)}"
     return (Span(text if cells(text) <= width else rounder, settled),)
 
 
-def _alone(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+def _alone(lane: _Lane, width: int) -> tuple[Span, ...]:
     solo = best_solo(lane.state, lane.device)
     if solo is None:
-        return (Span(marks.none, "dim"),)
+        return (Span(Mark.NONE, "dim"),)
     share = share_words(solo.probe.layout, lane.device)
     spans = (Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim"))
     return spans if span_cells(spans) <= width else spans[:1]
 
 
-def _fits(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
+def _fits(lane: _Lane, width: int) -> tuple[Span, ...]:
     """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither is ever cut.
 
     Of a chosen share that is larger, also in how many passes it fits.
@@ -119,9 +118,9 @@ def _fits(lane: _Lane, width: int, marks: Marks) -> tuple[Span, ...]:
     if sketch is not None and sketch.largest_batch is not None:
         predicted = sketch.largest_batch > largest_run(lane.state, lane.device)
         largest = f"{'~' if predicted else ''}{sketch.largest_batch}"
-    forms: list[tuple[Span, ...]] = [(Span(f"{largest} fits") if largest else Span(marks.none, "dim"),)]
+    forms: list[tuple[Span, ...]] = [(Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)]
     if wall is not None:
-        walled = Span(f"{marks.wall}{wall}", "bad")
+        walled = Span(f"{Mark.WALL}{wall}", "bad")
         forms = [(Span(f"{largest} fits, " if largest else ""), Span(f"{wall} not", "bad")), (Span(largest), walled)]
         forms.append((walled,))
     chosen = chosen_layout(lane.state)
@@ -179,7 +178,6 @@ def lane_lines(
     state: SessionState,
     width: int,
     height: int,
-    marks: Marks,
     position: Position = NO_CURSOR,
     samples: Sequence[DeviceSample | None] = (),
 ) -> tuple[tuple[Line, ...], int]:
@@ -189,4 +187,4 @@ def lane_lines(
     """
     grid = Grid(lane_columns(width, sampled=bool(samples)), _GROWTH, {"device": 34})
     lanes = [_Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))]
-    return table_lines(grid, lanes, width, height, marks, position)
+    return table_lines(grid, lanes, width, height, position)

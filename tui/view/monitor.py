@@ -11,7 +11,7 @@ from evener.devices.registry import name_maker
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
-from .cells import Line, Marks, Span, Tone, cells, cut, line, span_cells, spread, text_lines
+from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread, text_lines
 from .charts import (
     STATE_WORDS,
     Graph,
@@ -87,53 +87,51 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
     return spread(tuple(left), (Span(f"{status} ", "dim"),), width)
 
 
-def status_texts(snapshot: Snapshot, clock: str, marks: Marks) -> tuple[str, ...]:
+def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
     """The origin of a snapshot, its host, driver and time, in texts that get shorter and shorter."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
     forms = ((host, driver, clock), (host, clock), (clock,))
-    return tuple(f" {marks.dot} ".join(filter(None, form)) for form in forms)
+    return tuple(f" {Mark.DOT} ".join(filter(None, form)) for form in forms)
 
 
-def host_line(snapshot: Snapshot, width: int, marks: Marks, state: str = "") -> Line:
+def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
     """CPU, load and memory of the machine; `state` ("paused") is on the right."""
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
     size = 6 if width < 100 else 14
     left = (
         Span(" CPU ", "title"),
-        *bar(host.cpu_percent / 100, size, marks),
+        *bar(host.cpu_percent / 100, size),
         Span(f" {host.cpu_percent:3.0f} % ", "text"),
         Span(f"of {host.cores} cores  ", "dim"),
         Span("load ", "title"),
         Span(f"{host.load_1min:.1f}  "),
         Span("memory ", "title"),
-        *bar(share, size, marks, "memory"),
+        *bar(share, size, "memory"),
         Span(f" {gib(host.memory_used_bytes)}/{gib(host.memory_total_bytes)}"),
         Span(" GiB", "dim"),
     )
     return spread(left, (Span(f"{state} ", "warn"),) if state else (), width)
 
 
-def note_line(notes: Sequence[str], width: int, marks: Marks) -> Line:
+def note_line(notes: Sequence[str], width: int) -> Line:
     """The first note about the machine, and how many others there are."""
     if not notes:
         return Line()
     more = f" (+{len(notes) - 1}: see help)" if len(notes) > 1 else ""
     room = max(0, width - 3 - len(more))
-    return line(
-        Span(f" {marks.alarm} ", "warn"), Span(cut(plain(notes[0], 400), room, marks.ellipsis)), Span(more, "dim")
-    )
+    return line(Span(f" {Mark.ALARM} ", "warn"), Span(cut(plain(notes[0], 400), room)), Span(more, "dim"))
 
 
-def graph_lines(sample: DeviceSample, history: History, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def graph_lines(sample: DeviceSample, history: History, width: int, height: int) -> tuple[Line, ...]:
     """Graphs of one device, side by side, as many as fit; metrics without any value are left out, others wider."""
     most = 2 if width < 90 else 3 if width < 150 else 4
     graphs = _graphs(sample, history, width // most)[:most]
     if len(graphs) < most:
         graphs = _graphs(sample, history, width // len(graphs))[:most]
-    return draw_graphs(graphs, width, height, len(graphs), marks)
+    return draw_graphs(graphs, width, height, len(graphs))
 
 
 def _graphs(sample: DeviceSample, history: History, ticks: int) -> Sequence[Graph]:

@@ -11,7 +11,7 @@ from evener.balancer.number_format import rate
 from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
-from .cells import Marks, Span, Tone, cut
+from .cells import Span, Tone, cut
 from .charts import figure, run_time, short, short_bytes, whole
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
@@ -35,8 +35,8 @@ def _figure(
     draw: Callable[[float], str] = whole,
     tone: Tone = "text",
 ) -> Column[ProcessRow]:
-    def cell(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
-        return (figure(reading(row.sample), width, marks, rate if draw is short and width >= 9 else draw, tone),)
+    def cell(row: ProcessRow, width: int) -> tuple[Span, ...]:
+        return (figure(reading(row.sample), width, rate if draw is short and width >= 9 else draw, tone),)
 
     return Column(key, titles, least, cell, value=lambda row: _sorted_by(reading(row.sample)))
 
@@ -52,10 +52,10 @@ def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[
     )
 
 
-def _command(row: ProcessRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _command(row: ProcessRow, width: int) -> tuple[Span, ...]:
     program, space, rest = plain(row.sample.command).partition(" ")
     program = f"ended: {program.rpartition('/')[2]}" if row.ended else program
-    text = cut(program.rpartition("/")[2] + space + rest, width, marks.ellipsis)
+    text = cut(program.rpartition("/")[2] + space + rest, width)
     return (Span(text, "dim" if row.ended else "text"),)
 
 

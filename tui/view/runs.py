@@ -13,7 +13,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun
 
 from ..text.formatting import plain
 from .balance_lines import rival_lines, share_lines, warning_lines
-from .cells import Line, Marks, Span, Tone, cells, cut, line, text_lines
+from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
 from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
 
 _STATE_TONES: dict[str, Tone] = {
@@ -25,9 +25,9 @@ _STATE_TONES: dict[str, Tone] = {
 }
 
 
-def _devices(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
     listed = plain(", ".join(row.devices))
-    return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width, marks.ellipsis)),)
+    return (Span(listed if len(listed) <= width else cut(brief_devices(row.devices), width)),)
 
 
 def brief_devices(labels: Sequence[str]) -> str:
@@ -38,26 +38,26 @@ def brief_devices(labels: Sequence[str]) -> str:
     return plain(f"{kinds.pop()}:{','.join(label.partition(':')[2] for label in labels)}")
 
 
-def _workload(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
     names = (each.rpartition("/")[2] for each in (row.named_workload, row.workload))  # of a file, its name
     text = next((name for name in names if cells(name) <= width), row.workload.rpartition("/")[2]) or row.trouble
-    return (Span(cut(plain(text), width, marks.ellipsis), "text" if row.workload else "bad"),)
+    return (Span(cut(plain(text), width), "text" if row.workload else "bad"),)
 
 
-def _state(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(cut(row.state, width, marks.ellipsis), _STATE_TONES[row.state]),)
+def _state(row: RunSummary, width: int) -> tuple[Span, ...]:
+    return (Span(cut(row.state, width), _STATE_TONES[row.state]),)
 
 
-def _speed(row: RunSummary, _width: int, marks: Marks) -> tuple[Span, ...]:
+def _speed(row: RunSummary, _width: int) -> tuple[Span, ...]:
     speed = row.samples_per_second
-    return (Span(marks.none, "dim"),) if speed is None else (Span(rate(speed), "speed"),)
+    return (Span(Mark.NONE, "dim"),) if speed is None else (Span(rate(speed), "speed"),)
 
 
-def _ratios(row: RunSummary, width: int, marks: Marks) -> tuple[Span, ...]:
+def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
     text = " : ".join(f"{ratio:.3f}" for ratio in row.ratios)
     if len(text) > width:
         text = ":".join(f"{ratio:.2f}" for ratio in row.ratios)
-    return (Span(cut(text, width, marks.ellipsis)),)
+    return (Span(cut(text, width)),)
 
 
 def run_words(summary: RunSummary) -> str:
@@ -129,12 +129,10 @@ def _state_words(run: StoredRun) -> str:
     )
 
 
-def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[Line, ...]:
+def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings."""
     name = f" {plain(run.header.run)} "
-    title = line(
-        Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1, marks.ellipsis), "dim")
-    )
+    title = line(Span(name, "strong"), Span(cut(plain(run.header.workload), width - len(name) - 1), "dim"))
     head: tuple[Line, ...] = (title,)
     if run.state != "finished":
         head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
@@ -148,13 +146,13 @@ def plan_lines(run: StoredRun, width: int, height: int, marks: Marks) -> tuple[L
         *head,
         *text_lines(f"{facts}; {effort}", width, 3, "dim"),
         Line(),
-        *share_lines(state, width, 3, marks),
+        *share_lines(state, width, 3),
         Line(),
     )
     after = (
         Line(),
         *text_lines(run.verdict, width, 4, "good"),
         *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
-        *warning_lines(plan.warnings, width, marks),
+        *warning_lines(plan.warnings, width),
     )
-    return (*before, *rival_lines(state, width, height - len(before), marks), *after)
+    return (*before, *rival_lines(state, width, height - len(before)), *after)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ..text.formatting import plain
-from .cells import Line, Marks, Span, Tone, cells, cut, fit, pad, span_cells
+from .cells import Line, Mark, Span, Tone, cells, cut, fit, pad, span_cells
 
 RowT = TypeVar("RowT")
+Cell = Callable[[RowT, int], tuple[Span, ...]]  # of a row, in at most this many terminal cells
 _BETWEEN = Span(" ")  # two columns
 
 
@@ -18,7 +19,7 @@ class Column(NamedTuple, Generic[RowT]):
     key: str
     titles: tuple[str, ...]  # the widest that fits is shown
     least: int  # cells at the narrowest
-    draw: Callable[[RowT, int, Marks], tuple[Span, ...]]
+    draw: Cell[RowT]
     align: Literal["left", "right"] = "right"
     value: Callable[[RowT], float | str] | None = None  # the sort key of a row; None: not sorted by this column
 
@@ -85,17 +86,17 @@ def matches(text: str, words: str) -> bool:
     return all(word in text.lower() for word in words.lower().split())
 
 
-def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Callable[[RowT, int, Marks], tuple[Span, ...]]:
+def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
     """A column's `draw` for plain text, cut to the width."""
-    return lambda row, width, marks: (Span(cut(plain(text(row)), width, marks.ellipsis), tone),)
+    return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
-def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: Marks, order: Order, more: str) -> Line:
+def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: Order, more: str) -> Line:
     """The titles; `more` is at the right end, over the last ones."""
     spans: list[Span] = [Span(" ")]
     for column in columns:
         width = widths[column.key]
-        sign = marks.descending if order.descending else marks.ascending
+        sign = Mark.DESCENDING if order.descending else Mark.ASCENDING
         mark = sign if column.key == order.key else ""
         room = max(0, width - len(mark))
         title = next((text for text in column.titles if len(text) <= room), cut(column.titles[-1], room, ""))
@@ -103,18 +104,16 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], marks: 
         spans += (Span(fit(title + mark, width, column.align, ""), "strong" if mark else "title", action), _BETWEEN)
     titles = tuple(spans[:-1])
     width = span_cells(titles)
-    shown = cut(more, width // 2, marks.ellipsis)
+    shown = cut(more, width // 2)
     return Line((*pad(titles, width - cells(shown)), Span(shown, "key")))
 
 
-def table_row(
-    columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, marks: Marks, *, cursor: bool = False
-) -> Line:
+def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, *, cursor: bool = False) -> Line:
     """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
-    spans: list[Span] = [Span(marks.cursor if cursor else " ", "strong")]
+    spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in columns:
         width = widths[column.key]
-        spans += pad(column.draw(row, width, marks), width, column.align)
+        spans += pad(column.draw(row, width), width, column.align)
         spans.append(_BETWEEN)
     return Line(tuple(spans[:-1]), cursor)
 
@@ -143,7 +142,6 @@ def table_lines(
     rows: Sequence[RowT],
     width: int,
     height: int,
-    marks: Marks,
     position: Position = NO_CURSOR,
     order: Order = UNSORTED,
     *,
@@ -161,12 +159,12 @@ def table_lines(
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]
     below = len(rows) - first - len(shown)
-    hidden = [f"{mark}{count}" for mark, count in ((marks.ascending, first), (marks.descending, below)) if count]
-    head = _heading(grid.columns, widths, marks, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
+    hidden = [f"{mark}{count}" for mark, count in ((Mark.ASCENDING, first), (Mark.DESCENDING, below)) if count]
+    head = _heading(grid.columns, widths, order, "".join(f" {sign}" for sign in (note, *hidden) if sign))
     lines = [head]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
-        lines.append(draw(row, widths, here) if draw else table_row(grid.columns, widths, row, marks, cursor=here))
+        lines.append(draw(row, widths, here) if draw else table_row(grid.columns, widths, row, cursor=here))
     if nothing and not rows:
         lines.append(Line((Span(f" {nothing}", "dim"),)))
     return tuple(lines), first

@@ -12,12 +12,12 @@ from evener.learning.noise_scale import NoiseScale, describe, write_scale
 from evener.live.files import ShareChange
 
 from ..text.formatting import plain
-from .cells import Line, Marks, Span, Tone, cells, cut, text_lines
+from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
 from .charts import Graph, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
 from .monitor import History
 from .processes import NO_TRAINING
 from .ranks import RankRow
-from .table import NO_CURSOR, Column, Grid, Position, table_lines, text_cell
+from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines, text_cell
 from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
@@ -48,28 +48,28 @@ def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> Tr
     return TrainingPanels(top, middle, text, left - text, framed)
 
 
-def _plan(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
+def _plan(row: TrainingRow, _width: int) -> tuple[Span, ...]:
     if not row.of_plan:
-        return (Span(marks.none, "dim"),)
+        return (Span(Mark.NONE, "dim"),)
     return (Span(percent(row.of_plan), "good" if row.of_plan >= AS_PLANNED else "warn"),)
 
 
-def _step_time(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _step_time(row: TrainingRow, width: int) -> tuple[Span, ...]:
     if not row.step_s:
-        return (Span(marks.none, "dim"),)
+        return (Span(Mark.NONE, "dim"),)
     text, spread = step_time(row.step_s), f"{percent(row.step_spread):>6}"
     return (Span(text), Span(spread if cells(text + spread) <= width else "", "dim"))
 
 
-def _input(row: TrainingRow, _width: int, marks: Marks) -> tuple[Span, ...]:
-    return (Span(percent(row.input_s / row.step_s) if row.step_s else marks.none, "text" if row.step_s else "dim"),)
+def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
+    return (Span(percent(row.input_s / row.step_s) if row.step_s else Mark.NONE, "text" if row.step_s else "dim"),)
 
 
-def _held_up(row: TrainingRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
     """The causes in words, or the kinds of them, each once."""
     words = " ".join(cause.text for cause in row.causes)
     kinds = ", ".join(dict.fromkeys(cause.kind for cause in row.causes))
-    return (Span(words if cells(words) <= width else cut(kinds, width, marks.ellipsis), "warn"),)
+    return (Span(words if cells(words) <= width else cut(kinds, width), "warn"),)
 
 
 def _name(row: TrainingRow) -> str:
@@ -82,8 +82,8 @@ def _ranks(row: TrainingRow) -> str:
     return f"{there} of {there + row.missing_ranks}" if row.missing_ranks else str(there)
 
 
-def _speed(number: float, marks: Marks) -> tuple[Span, ...]:
-    return (Span(rate(number), "speed") if number else Span(marks.none, "dim"),)
+def _speed(number: float) -> tuple[Span, ...]:
+    return (Span(rate(number), "speed") if number else Span(Mark.NONE, "dim"),)
 
 
 _TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
@@ -91,8 +91,8 @@ _TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
     Column("framework", ("framework",), 10, text_cell(lambda row: row.framework, "dim"), "left"),
     Column("ranks", ("ranks",), 6, text_cell(_ranks)),
     Column("step", ("step",), 7, text_cell(lambda row: count_words(row.step))),
-    Column("speed", ("samples/s",), 9, lambda row, _, marks: _speed(row.samples_per_second, marks)),
-    Column("tokens", ("tokens/s",), 9, lambda row, _, marks: _speed(row.tokens_per_second, marks)),
+    Column("speed", ("samples/s",), 9, lambda row, _: _speed(row.samples_per_second)),
+    Column("tokens", ("tokens/s",), 9, lambda row, _: _speed(row.tokens_per_second)),
     Column("plan", ("of plan", "plan"), 5, _plan),
     Column("time", ("step time, spread", "step time", "time"), 7, _step_time),
     Column("input", ("input",), 5, _input),
@@ -101,42 +101,42 @@ _TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
 _TRAINING_GROWTH = (("time", 13), ("plan", 7), ("workload", 16), ("causes", 20), ("step", 9), ("time", 17))
 
 
-def _share(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _share(row: RankRow, width: int) -> tuple[Span, ...]:
     if not row.share:
-        return (Span(marks.none, "dim"),)
+        return (Span(Mark.NONE, "dim"),)
     whole = write_share(row.share, row.micro)
     return (Span(whole if cells(whole) <= width else str(row.share)),)
 
 
 def _rank_figure(
     number: Callable[[RankRow], float], words: Callable[[float], str], tone: Tone, there: Callable[[RankRow], float]
-) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+) -> Cell[RankRow]:
     """Draws a figure of ranks where `there` isn't 0; that of a silent one is old."""
 
-    def draw(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+    def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         if not there(row):
-            return (Span(marks.none, "dim"),)
+            return (Span(Mark.NONE, "dim"),)
         text = words(number(row))
-        return (Span(cut(f"{marks.stale}{text}", width, ""), "dim") if row.silent_s else Span(text, tone),)
+        return (Span(cut(f"{Mark.STALE}{text}", width, ""), "dim") if row.silent_s else Span(text, tone),)
 
     return draw
 
 
-def _rank_speed(speed: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+def _rank_speed(speed: Callable[[RankRow], float]) -> Cell[RankRow]:
     return _rank_figure(speed, rate, "speed", speed)
 
 
-def _part(seconds: Callable[[RankRow], float]) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
+def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
     return _rank_figure(seconds, step_time, "text", lambda row: row.own_work_s)
 
 
-def _bar(longest_s: float) -> Callable[[RankRow, int, Marks], tuple[Span, ...]]:
-    def draw(row: RankRow, width: int, marks: Marks) -> tuple[Span, ...]:
+def _bar(longest_s: float) -> Cell[RankRow]:
+    def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         if row.silent_s:
-            return (Span(cut(f"{AT[row.doing]} for {duration(row.silent_s)}", width, marks.ellipsis), "bad"),)
+            return (Span(cut(f"{AT[row.doing]} for {duration(row.silent_s)}", width), "bad"),)
         if not row.own_work_s:
-            return (Span(cut("reports no own work", width, marks.ellipsis), "dim"),)
-        return work_bar(row.own_work_s, row.waiting_s, longest_s, width, marks)
+            return (Span(cut("reports no own work", width), "dim"),)
+        return work_bar(row.own_work_s, row.waiting_s, longest_s, width)
 
     return draw
 
@@ -165,7 +165,6 @@ def training_table(
     rows: Sequence[TrainingRow],
     width: int,
     height: int,
-    marks: Marks,
     position: Position = NO_CURSOR,
     state: str = "",
 ) -> tuple[tuple[Line, ...], int]:
@@ -174,24 +173,24 @@ def training_table(
     if width < WIDE:
         columns = tuple(column for column in columns if column.key != "framework")
     grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 1000})
-    return table_lines(grid, rows, width, height, marks, position, note=state, nothing=NO_TRAINING)
+    return table_lines(grid, rows, width, height, position, note=state, nothing=NO_TRAINING)
 
 
 def rank_table(
-    row: TrainingRow, width: int, height: int, marks: Marks, position: Position = NO_CURSOR
+    row: TrainingRow, width: int, height: int, position: Position = NO_CURSOR
 ) -> tuple[tuple[Line, ...], int]:
     """A row for each rank of a training, and the first row shown."""
-    return table_lines(_rank_grid(row.ranks), row.ranks, width, height, marks, position)
+    return table_lines(_rank_grid(row.ranks), row.ranks, width, height, position)
 
 
-def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks) -> tuple[Line, ...]:
+def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
     """A training's figures beside its plan's, what holds it up, what would mend it, and how its shares changed."""
     late = 0 < row.of_plan < AS_PLANNED
     lines = [*text_lines(_figures(row), width, 3, "warn" if late else "text")]
     if late and not row.causes:
         lines += text_lines("No cause was found: it isn't input, pauses, waiting, throttling or a neighbour.", width, 2)
     for cause in row.causes:
-        lines += _marked(cause.text, "warn", marks.alarm, width)
+        lines += _marked(cause.text, "warn", Mark.ALARM, width)
     if row.advice is not None:
         shares = " + ".join(map(str, row.advice.shares))
         rule = "the plan's curves" if row.advice.by_curves else "the rows"
@@ -199,17 +198,17 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int, marks: Marks
         lines += _marked(
             f"{shares} would give +{percent(row.advice.gain)}{error}, if own work follows {rule}.",
             "good",
-            marks.cursor,
+            Mark.CURSOR,
             width,
         )
     if row.noise is not None:
         batch = sum(rank.share for rank in row.ranks)
         said = describe(row.noise, batch, row.step)
-        lines += _marked(f"{said[0].upper()}{said[1:]}.", "text", marks.dot, width)
+        lines += _marked(f"{said[0].upper()}{said[1:]}.", "text", Mark.DOT, width)
     for retreat in row.retreats:
-        lines += _marked(f"{retreat}.", "warn", marks.alarm, width)
+        lines += _marked(f"{retreat}.", "warn", Mark.ALARM, width)
     for change in reversed(row.changes):
-        lines += _marked(_change_words(change, at_seconds), "dim", marks.dot, width)
+        lines += _marked(_change_words(change, at_seconds), "dim", Mark.DOT, width)
     return tuple(lines)
 
 
@@ -250,7 +249,7 @@ Values = tuple[float | None, ...]
 
 
 def training_graph_lines(
-    row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int, marks: Marks
+    row: TrainingRow, samples: Sequence[DeviceSample], history: History, width: int, height: int
 ) -> tuple[Line, ...]:
     """The graphs of a training, as many as fit, or why there are none."""
     devices = {rank.device for rank in row.ranks}
@@ -263,7 +262,7 @@ def training_graph_lines(
     if not graphs:
         return ()
     columns = next((count for count in range(1, most) if -(-len(graphs) // count) * GOOD_HEIGHT <= height), most)
-    return draw_graphs(graphs, width, height, min(columns, len(graphs)), marks)
+    return draw_graphs(graphs, width, height, min(columns, len(graphs)))
 
 
 def _choose(row: TrainingRow, keys: Mapping[str, str], history: History, ticks: int, most: int) -> list[Graph]:

@@ -54,7 +54,7 @@ class LanePanel(ListPanel[str]):
     def redraw(self) -> None:
         """Rebuild the rows."""
         state, (width, height) = self.state, self.size
-        lines, self.top = lane_lines(state, width, height, self.evener.marks, self.position, self.samples)
+        lines, self.top = lane_lines(state, width, height, self.position, self.samples)
         self.entitle(plain(state.workload, 60) or "Devices", f"run {plain(state.run)}" if state.run else "")
         self.show(lines)
 
@@ -85,13 +85,13 @@ class BalanceView(UsesApp, Widget):
         """Rebuild every panel."""
         if not self.is_mounted or not self.size.height:
             return
-        state, marks = self.state, self.evener.marks
+        state = self.state
         with self.app.batch_update():
             self._place_panels()
             self.query_one(LanePanel).take(state)
             for name, draw in (("shares", share_lines), ("rivals", rival_lines), ("search", search_lines)):
                 panel = self.query_one(f"#{name}", Lines)
-                panel.show(draw(state, *panel.size, marks))
+                panel.show(draw(state, *panel.size))
             self.query_one(CurvePlot).take(curves(state))
 
     def _place_panels(self) -> None:
@@ -156,7 +156,7 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
             return Text(" Curves appear when the first probes have ended." if self.size.width >= 20 else "", "dim")
         self._draw()
         text = cast(Text, super().render())
-        if not self.evener.marks.plain:
+        if not self.evener.ascii:
             return text
         plain = Text(to_ascii(text.plain))
         for span in text.spans:
@@ -173,9 +173,9 @@ class CurvePlot(PlotextPlot, UsesApp):  # type: ignore[misc] # the library has n
             known = [point for point in curve.believed if point[0] <= curve.largest_tested]
             predicted = [*known[-1:], *(point for point in curve.believed if point[0] > curve.largest_tested)]
             if len(known) > 1:
-                plt.plot(*zip(*known, strict=True), color=colour, marker=self.evener.marks.curve)
+                plt.plot(*zip(*known, strict=True), color=colour, marker="." if self.evener.ascii else "hd")
             if len(predicted) > 1:
-                plt.plot(*zip(*predicted, strict=True), color=colour, marker=self.evener.marks.predicted)
+                plt.plot(*zip(*predicted, strict=True), color=colour, marker="~" if self.evener.ascii else "·")
             if curve.wall is not None:
                 plt.vline(curve.wall, color=colour)
         for curve in self._curves:

@@ -81,10 +81,10 @@ class Lines(UsesApp, Widget):
         """Set the frame's texts, as plain text; only changes are redrawn."""
         if title is not None and title != self._title:
             self._title = title
-            self.border_title = Content(self.evener.marks.show(title))
+            self.border_title = Content(self.evener.shown(title))
         if subtitle is not None and subtitle != self._subtitle:
             self._subtitle = subtitle
-            self.border_subtitle = Content(self.evener.marks.show(subtitle))
+            self.border_subtitle = Content(self.evener.shown(subtitle))
 
     def refresh(self, *regions: Region, **options: Any) -> Self:
         """Draw these regions again, or everything."""
@@ -123,13 +123,13 @@ class Lines(UsesApp, Widget):
     def _draw(self, y: int, width: int) -> Strip:
         """A line, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        marks, cursor, styles = self.evener.marks, line.cursor, self._styles_by_tone
+        cursor, styles = line.cursor, self._styles_by_tone
         segments = []
         for text, tone, action in join_spans(line.spans):
             style = styles.get((tone, cursor)) or self._tone(tone, cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(marks.show(text) if marks.plain else text, style))
+            segments.append(Segment(self.evener.shown(text), style))
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:

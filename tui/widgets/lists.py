@@ -10,7 +10,7 @@ from textual.events import MouseScrollDown, MouseScrollUp
 from textual.message import Message
 
 from ..text.formatting import plain
-from ..view.cells import Line, Marks, Span, cut, line, pad, span_cells
+from ..view.cells import Line, Mark, Span, cut, line, pad, span_cells
 from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines, window
 from .lines import Lines
 
@@ -147,7 +147,6 @@ class SortedPanel(ListPanel[RowT]):
             grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:])),
             rows,
             *self.size,
-            self.evener.marks,
             self.position,
             self.order,
             note=f"{self.count} of {total}: {self.words}" if self.words else "",
@@ -156,8 +155,8 @@ class SortedPanel(ListPanel[RowT]):
         self.entitle(subtitle=str(total))
         self.show(lines)
 
-    def _tag_cell(self, row: RowT, _width: int, marks: Marks) -> tuple[Span, ...]:
-        return (Span(marks.tagged if self.identity(row) in self.tagged else "", "speed"),)
+    def _tag_cell(self, row: RowT, _width: int) -> tuple[Span, ...]:
+        return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
 
     def action_tag(self) -> None:
         """Mark the row under the cursor, or remove its mark, and go on to the next."""
@@ -212,26 +211,25 @@ class Ticks(ListPanel[tuple[str, str]]):
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
-        marks = self.evener.marks
         above, below = self.top, self.count - shown.stop
-        hidden = {shown.start: f" {marks.ascending}{above}" if above else ""}
+        hidden = {shown.start: f" {Mark.ASCENDING}{above}" if above else ""}
         if below:
-            hidden[shown.stop - 1] = f" {marks.descending}{below}"
+            hidden[shown.stop - 1] = f" {Mark.DESCENDING}{below}"
         self.show([self._row(place, width, hidden.get(place, "")) for place in shown])
 
     def _row(self, place: int, width: int, more: str) -> Line:
-        marks, (name, note) = self.evener.marks, self.rows[place]
+        name, note = self.rows[place]
         here = self.has_focus and place == self.cursor
         inside = ("o" if self._single else "x") if place in self.ticked else " "
         longest = max(len(name) for name, _ in self.rows)
         box = f"({inside})" if self._single else f"[{inside}]"
         spans = (
-            Span(marks.cursor if here else " ", "strong"),
+            Span(Mark.CURSOR if here else " ", "strong"),
             Span(f"{box} ", "speed" if place in self.ticked else "dim"),
             Span(f"{plain(name):<{min(longest, 28)}}  ", "text"),
         )
         room = max(0, width - span_cells(spans) - len(more))
-        rest = cut(plain(note), room, marks.ellipsis)
+        rest = cut(plain(note), room)
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_tick(self) -> None:
