@@ -12,8 +12,9 @@ from evener.devices.types import LOST, Device, Snapshot
 from evener.errors import RequestError
 from evener.tui.screens.monitor import DevicePanel
 from evener.tui.text.parsing import select_devices
-from evener.tui.view.devices import HostRow, draw_host, group_rows
+from evener.tui.view.devices import HostRow, device_rows, draw_host, group_rows
 from tests.support.pilots import text, until
+from tests.support.tables import device_lines
 
 BIG, SMALL = "10.0.0.1", "10.0.0.2"
 
@@ -35,16 +36,18 @@ def over_hosts(script: Any, *, lost: bool = False) -> Snapshot:
 
 
 def test_devices_stand_below_their_hosts(script: Any) -> None:
-    rows = group_rows(over_hosts(script).devices, {BIG})
+    rows = group_rows(device_rows(over_hosts(script)), {BIG})
     first, second, device = rows
     assert isinstance(first, HostRow)
-    assert (first.host, len(first.samples), first.folded) == (BIG, 2, True)
+    assert (first.host, len(first.rows), first.folded) == (BIG, 2, True)
     assert isinstance(second, HostRow)
     assert (second.host, second.folded) == (SMALL, False)
-    assert device is second.samples[0]
+    assert device is second.rows[0]
+    assert "GPU:0" in device_lines((device,), 80, 3)[0][1].text
+    assert SMALL not in device_lines((device,), 80, 3)[0][1].text
     assert draw_host(first, 80, False).text.startswith(f" ▶ {BIG} 2 devices 95 % busy · 125 GiB used · ")
     assert draw_host(second, 30, False).text == f" ▼ {SMALL} 1 device 98 % bus…"
-    alone = script.snapshot().devices
+    alone = device_rows(script.snapshot())
     assert group_rows(alone, {""}) == alone
 
 

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from evener.devices.types import value
-from evener.tui.view.training_lines import rank_table, training_lines
+from evener.tui.view.training_lines import training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
 from tests.support.made_trainings import Habit, make_training
+from tests.support.tables import rank_table
 from tests.support.trainings import AT_SECONDS
 
 

@@ -43,7 +43,7 @@ from evener.tui.text.summaries import layout_words
 from evener.tui.view import balance_lines
 from evener.tui.view.balance_lines import rival_lines, search_lines, share_lines, warning_lines
 from evener.tui.view.cells import span_cells
-from evener.tui.view.lanes import lane_lines
+from tests.support.tables import lane_lines
 
 GAINS = ("+18.1 %", "+58.0 %", "94 % of it")  # of the scripted plan over what else was measured
 

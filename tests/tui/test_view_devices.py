@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from evener.devices.types import DENIED, LOST, UNSUPPORTED, Device, DeviceSample, Reading, State, value
 from evener.tui.cli.monitor import snapshot_text
 from evener.tui.view.cells import span_cells
-from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, device_lines, reason_letters, short_name
+from evener.tui.view.devices import DEVICE_COLUMNS, DEVICES, DeviceRow, reason_letters, short_name
 from evener.tui.view.monitor import arrange, device_details, graph_lines, host_line, note_line
 from evener.tui.view.table import Position
+from tests.support.tables import device_lines
 
 READINGS = [field.name for field in msgspec.structs.fields(DeviceSample) if isinstance(field.default, Reading)]
 STATES = st.one_of(

@@ -13,7 +13,7 @@ from evener.balancer.session_state import Seen, SessionState, advance
 from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
 from evener.devices.types import UNSUPPORTED
 from evener.tui.view.cells import span_cells
-from evener.tui.view.lanes import lane_lines
+from tests.support.tables import lane_lines
 
 
 def _rows(state: SessionState, width: int, samples: Any = ()) -> list[str]:

@@ -14,16 +14,17 @@ from evener.tui.view.monitor import process_details
 from evener.tui.view.processes import (
     PROCESS_COLUMNS,
     PROCESSES,
+    ProcessRow,
     identity,
     nothing_there,
     process_rows,
     process_words,
 )
-from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys, table_lines
+from evener.tui.view.table import Order, Position, chosen_order, matches, sort_keys, sort_rows, table_lines
 
 
-def _shown(script: Any, samples: list[ProcessSample], width: int = 80, **how: Any) -> list[str]:
-    rows = process_rows(script.snapshot(processes=tuple(samples)), Order(), **how)
+def _shown(script: Any, samples: list[ProcessSample], width: int = 80) -> list[str]:
+    rows = process_rows(script.snapshot(processes=tuple(samples)))
     lines, _ = table_lines(PROCESSES, rows, width, 20, Position())
     return [line.text for line in lines]
 
@@ -34,9 +35,9 @@ def test_every_column_sorts_and_unknown_figures_come_last(script: Any) -> None:
         script.process(1, memory_bytes=value(9), cpu_percent=value(1), user="cy"),
         script.process(2, memory_bytes=DENIED, cpu_percent=value(7), user="ada"),
     ]
-    snapshot = script.snapshot(processes=tuple(rows))
+    found = process_rows(script.snapshot(processes=tuple(rows)))
     order = {
-        key: [row.sample.pid for row in process_rows(snapshot, chosen_order(PROCESS_COLUMNS, key, Order()))]
+        key: [row.sample.pid for row in sort_rows(PROCESS_COLUMNS, found, chosen_order(PROCESS_COLUMNS, key, Order()))]
         for key in sort_keys(PROCESS_COLUMNS)
     }
     assert order["pid"] == [3, 2, 1]
@@ -60,8 +61,7 @@ def test_a_run_time_takes_six_cells_at_most(seconds: float | None, text: str) ->
 
 
 def test_a_filter_takes_every_word_anywhere(script: Any) -> None:
-    row = script.process(4242)
-    text = process_words(row)
+    text = process_words(ProcessRow(script.process(4242)))
     assert matches(text, "ADA train")
     assert matches(text, "4242 gpu:0")
     assert matches(text, "")
@@ -78,7 +78,7 @@ def test_eighty_columns_hold_every_figure(script: Any) -> None:
 
 
 def test_titles_can_be_clicked(script: Any) -> None:
-    rows = process_rows(script.snapshot(), Order())
+    rows = process_rows(script.snapshot())
     lines, _ = table_lines(PROCESSES, rows, 80, 5, Position())
     actions = {span.action for span in lines[0].spans if span.action}
     assert actions == {f"sort('{key}')" for key in sort_keys(PROCESS_COLUMNS)}
@@ -110,8 +110,8 @@ def test_no_process_is_said(script: Any) -> None:
         ((slice_,), "No training reports"),
         ((gpu, slice_), "is on"),
     ):
-        nothing = nothing_there(devices)
-        lines, _ = table_lines(PROCESSES, [], 79, 5, Position(), Order("pid"), nothing=nothing)
+        grid = PROCESSES._replace(nothing=nothing_there(devices))
+        lines, _ = table_lines(grid, [], 79, 5, Position(), Order("pid"))
         assert said in lines[1].text
         assert all(span_cells(line.spans) <= 79 for line in lines)
 

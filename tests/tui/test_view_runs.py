@@ -12,8 +12,8 @@ from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
 from evener.tui.view.cells import span_cells
-from evener.tui.view.runs import brief_devices, plan_lines, run_grid, run_rows
-from evener.tui.view.table import Order, Position, table_lines
+from evener.tui.view.runs import RUN_COLUMNS, brief_devices, plan_lines, run_grid, run_words
+from evener.tui.view.table import Order, Position, matches, sort_rows, table_lines
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -47,7 +47,8 @@ def test_runs_are_sorted_and_filtered() -> None:
     found = (failed, RUN, slow)
 
     def shown(order: Order, words: str = "") -> list[str]:
-        return [row.run for row in run_rows(found, order, words)]
+        kept = [row for row in found if matches(run_words(row), words)]
+        return [row.run for row in sort_rows(RUN_COLUMNS, kept, order)]
 
     assert shown(Order("run")) == [failed.run, RUN.run, slow.run]
     assert shown(Order("speed")) == [RUN.run, slow.run, failed.run]

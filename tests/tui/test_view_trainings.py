@@ -16,16 +16,11 @@ from evener.live.files import LiveDevice, ShareChange, Training
 from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar
-from evener.tui.view.devices import DeviceRow, device_lines
+from evener.tui.view.devices import DeviceRow
 from evener.tui.view.ranks import work_by_device
-from evener.tui.view.training_lines import (
-    arrange_trainings,
-    rank_table,
-    training_graph_lines,
-    training_lines,
-    training_table,
-)
+from evener.tui.view.training_lines import arrange_trainings, training_graph_lines, training_lines
 from evener.tui.view.trainings import TrainingRow, join_trainings
+from tests.support.tables import device_lines, rank_table, training_table
 from tests.support.trainings import AT_SECONDS, make_ranks
 
 

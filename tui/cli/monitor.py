@@ -22,11 +22,10 @@ from evener.errors import RequestError
 from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
-from ..view.devices import DeviceRow, device_lines
+from ..view.devices import device_grid, device_rows
 from ..view.monitor import host_line
-from ..view.processes import PROCESSES, nothing_there, process_rows
-from ..view.ranks import work_by_device
-from ..view.table import Order, table_lines
+from ..view.processes import PROCESS_COLUMNS, PROCESSES, nothing_there, process_rows
+from ..view.table import Order, sort_rows, whole_table
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
 from .output import draws_screens
 
@@ -160,14 +159,11 @@ _CODES: dict[Tone, str] = {
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     """Host, notes, devices, processes and trainings, every line at most `width` cells."""
-    work = work_by_device(snapshot)
-    rows = [DeviceRow(each, work=work.get((each.device.host, each.device.id))) for each in snapshot.devices]
-    shown = process_rows(snapshot, Order("memory"))
-    devices, _ = device_lines(rows, width, len(rows) + 1)
-    nothing = nothing_there(snapshot.devices)
-    processes, _ = table_lines(PROCESSES, shown, width, len(shown) + 1, nothing=nothing)
-    trainings = _training_parts(snapshot, width)
-    parts = [host_line(snapshot, width), *devices, Line(), *processes, *trainings]
+    rows = device_rows(snapshot)
+    grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
+    shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
+    parts = [host_line(snapshot, width), *whole_table(device_grid(rows), rows, width)]
+    parts += [Line(), *whole_table(grid, shown, width), *_training_parts(snapshot, width)]
     lines = (*_notes(snapshot), *(_drawn(each) if colour else each.text.rstrip() for each in parts))
     return "\n".join(lines) + "\n"
 
@@ -201,14 +197,14 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     rows = _join(snapshot)
     if not rows:
         return
-    from ..view.training_lines import rank_table, training_lines, training_table
+    from ..view.training_lines import rank_grid, training_grid, training_lines
 
     yield Line()
-    yield from training_table(rows, width, len(rows) + 1)[0]
+    yield from whole_table(training_grid(rows, width), rows, width)
     for row in [row for row in rows if row.training or len(row.ranks) > 1]:  # of others the table has it all
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")
-        yield from rank_table(row, width, len(row.ranks) + 1)[0]
+        yield from whole_table(rank_grid(row.ranks), row.ranks, width)
         yield from training_lines(row, snapshot.at_seconds, width)
 
 

@@ -292,7 +292,7 @@ class BalanceScreen(RunActions, PanelScreen):
     def _sampled(self) -> None:
         """Update the device rows, and nothing else."""
         if self.is_current and self.evener.balance != SessionState():
-            self.query_one(LanePanel).take_samples(self.evener.session_samples())
+            self.query_one(LanePanel).take(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
         """Draw the current state of the session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -106,14 +106,14 @@ class SnapshotScreen(PanelScreen):
         if self.is_current and self._paused_at is None:
             self.redraw()
 
-    def place_panels(self, framed: bool, *rows: tuple[type[Widget], int]) -> None:
+    def place_panels(self, framed: bool, rows: Mapping[str, int]) -> None:
         """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that hasn't changed."""
         if self._placed == (placed := (self.app.size, framed, rows)):
             return
         self._placed = placed
         self.set_class(not framed, "-bare")
-        for kind, count in rows:
-            panel = self.query_one(kind)
+        for name, count in rows.items():
+            panel = self.query_one(name)
             panel.display = count > 0
             panel.styles.height = count
 

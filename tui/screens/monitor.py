@@ -12,19 +12,17 @@ from textual.widget import Widget
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 
 from ..view.cells import Line, Span, line
-from ..view.devices import HostRow, PanelRow, device_lines, group_rows, short_name
+from ..view.devices import HostRow, PanelRow, device_grid, device_rows, group_rows, short_name
 from ..view.monitor import (
     arrange,
     device_details,
     graph_lines,
     host_line,
     note_line,
-    panel_rows,
     process_details,
 )
-from ..view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows
-from ..view.ranks import work_by_device
-from ..view.table import Order, Position
+from ..view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows, process_words
+from ..view.table import Grid, Order, Position
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
 from .base import SnapshotScreen, SortedScreen
@@ -43,7 +41,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
-        yield GraphPanel()
+        yield Lines(id="graphs", classes="panel")
         yield ProcessPanel()
         yield self.filter_field()
 
@@ -54,11 +52,12 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             return
         with self.app.batch_update():
             devices = self.query_one(DevicePanel)
-            self._place_panels(snapshot, len(devices.group(snapshot)))
+            devices.place(snapshot)
+            self._place_panels(snapshot, devices.count)
             self._draw_bars(snapshot)
-            devices.take(snapshot)
-            self.query_one(GraphPanel).take(devices.sample)
-            self.query_one(ProcessPanel).take(snapshot)
+            devices.redraw()
+            self._draw_graphs()
+            self.query_one(ProcessPanel).follow(snapshot)
 
     def _place_panels(self, snapshot: Snapshot, devices: int) -> None:
         notes = self.query_one("#notes", Lines)
@@ -66,8 +65,8 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         filtering = self.query_one("#filter").has_class("-open")
         width, height = self.app.size
         rows = arrange(width, height - _BARS - notes.display - filtering, devices)
-        panels = ((DevicePanel, rows.devices), (GraphPanel, rows.graphs), (ProcessPanel, rows.processes))
-        self.place_panels(rows.framed, *panels)
+        panels = {"#devices": rows.devices, "#graphs": rows.graphs, "#processes": rows.processes}
+        self.place_panels(rows.framed, panels)
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
         width = self.app.size.width
@@ -76,17 +75,24 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def on_list_panel_moved(self) -> None:
         """The graphs follow the device under the cursor."""
-        self.query_one(GraphPanel).take(self.query_one(DevicePanel).sample)
+        self._draw_graphs()
+
+    def _draw_graphs(self) -> None:
+        sample, panel = self.query_one(DevicePanel).sample, self.query_one("#graphs", Lines)
+        if sample is not None and panel.display:
+            panel.entitle(f"{sample.device.label} {short_name(sample.device.name)}")
+            panel.show(graph_lines(sample, self.evener.publisher.history, *panel.size))
 
     def action_open_device(self) -> None:
         """Show all details of the device under the cursor, or fold the host there."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
-            panel.fold(chosen.host)
+            panel.folded ^= {chosen.host}
             self.redraw()
             return
-        self.open_details(chosen.device.label, lambda width: device_details(self._newest(chosen), width))
+        sample = chosen.sample
+        self.open_details(sample.device.label, lambda width: device_details(self._newest(sample), width))
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
         """The newest reading of a device; the one given if it isn't there any more."""
@@ -138,51 +144,28 @@ class DevicePanel(ListPanel[PanelRow]):
 
     def __init__(self) -> None:
         super().__init__("Devices", id="devices")
-        self.snapshot: Snapshot | None = None
         self.folded: frozenset[str] = frozenset()  # hosts whose devices are hidden
+
+    @property
+    def position(self) -> Position:
+        """The cursor, drawn always: the graphs are about its device."""
+        return Position(self.cursor, self.top)
 
     @property
     def sample(self) -> DeviceSample | None:
         """The device under the cursor, or the first of the host there."""
-        row = self.chosen
-        return row.samples[0] if isinstance(row, HostRow) else row
+        row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
+        return row.sample if row is not None else None
 
-    def group(self, snapshot: Snapshot) -> tuple[PanelRow, ...]:
-        """The rows that it makes of a snapshot."""
-        return group_rows(snapshot.devices, self.folded)
+    def place(self, snapshot: Snapshot) -> None:
+        """Take its devices."""
+        publisher = self.evener.publisher
+        self.place_rows(group_rows(device_rows(snapshot, publisher.history), self.folded))
+        self.entitle(subtitle=f"every {publisher.interval_seconds:g} s")
 
-    def take(self, snapshot: Snapshot) -> None:
-        """Show its devices."""
-        self.snapshot = snapshot
-        self.place_rows(self.group(snapshot))
-        self.redraw()
-
-    def fold(self, host: str) -> None:
-        """Hide the host's devices, or show them again."""
-        self.folded ^= {host}
-
-    def redraw(self) -> None:
-        """Rebuild the rows."""
-        app = self.evener
-        work = work_by_device(self.snapshot) if self.snapshot is not None else {}
-        rows = panel_rows(self.rows, app.publisher.history, work)
-        lines, self.top = device_lines(rows, *self.size, Position(self.cursor, self.top))
-        self.entitle(subtitle=f"every {app.publisher.interval_seconds:g} s")
-        self.show(lines)
-
-
-class GraphPanel(Lines):
-    """The last minutes of one device."""
-
-    def __init__(self) -> None:
-        super().__init__(id="graphs", classes="panel")
-
-    def take(self, sample: DeviceSample | None) -> None:
-        """Show this device."""
-        if sample is None or not self.display:
-            return
-        self.entitle(f"{sample.device.label} {short_name(sample.device.name)}")
-        self.show(graph_lines(sample, self.evener.publisher.history, *self.size))
+    def grid(self) -> Grid[PanelRow]:
+        """Their columns."""
+        return device_grid(self.rows)
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
@@ -196,25 +179,25 @@ class ProcessPanel(SortedPanel[ProcessRow]):
 
     def __init__(self) -> None:
         super().__init__("Processes", id="processes", order=Order("memory"))
-        self.snapshot: Snapshot | None = None
+        self._nothing = ""
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
 
     def identity(self, row: ProcessRow) -> Identity:
         """The process."""
         return identity(row.sample)
 
-    def take(self, snapshot: Snapshot) -> None:
+    def words_of(self, row: ProcessRow) -> str:
+        """What the filter looks at."""
+        return process_words(row)
+
+    def follow(self, snapshot: Snapshot) -> None:
         """Show this snapshot, and for a moment the processes that it doesn't have any more."""
-        self.snapshot, now = snapshot, snapshot.at_seconds
+        now = snapshot.at_seconds
         kept = {key: (each, at) for key, (each, at) in self._seen.items() if 0 <= now - at <= STAY_SECONDS}
         self._seen = kept | {identity(each): (each, now) for each in snapshot.processes}
-        self.redraw()
+        self._nothing = nothing_there(snapshot.devices)
+        self.take(process_rows(snapshot, [each for each, at in self._seen.values() if at != now]))
 
-    def redraw(self) -> None:
-        """Sort, filter, and rebuild the rows."""
-        if self.snapshot is None:
-            return
-        ended = [each for each, at in self._seen.values() if at != self.snapshot.at_seconds]
-        rows = process_rows(self.snapshot, self.order, self.words, ended=ended)
-        nothing = "No process matches the filter." if self.words else nothing_there(self.snapshot.devices)
-        self.show_rows(PROCESSES, rows, len(self.snapshot.processes), nothing)
+    def grid(self) -> Grid[ProcessRow]:
+        """Their columns."""
+        return PROCESSES._replace(nothing="No process matches the filter." if self.words else self._nothing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -20,8 +20,8 @@ from evener.errors import EvenerError
 from ..base_app import SessionEnded, SessionReported, SessionThread
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
-from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_rows
-from ..view.table import Order
+from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_words
+from ..view.table import Grid, Order
 from ..widgets.balance import BalanceView
 from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
@@ -39,23 +39,24 @@ class RunPanel(SortedPanel[RunSummary]):
 
     def __init__(self) -> None:
         super().__init__("Runs", id="runs", order=Order("run"))
-        self.found: tuple[RunSummary, ...] = ()
 
     def identity(self, row: RunSummary) -> str:
         """The run's id."""
         return row.run
 
-    def take(self, found: tuple[RunSummary, ...]) -> None:
-        """Show these."""
-        self.found = found
-        self.tagged &= {each.run for each in found}
-        self.redraw()
+    def words_of(self, row: RunSummary) -> str:
+        """What the filter looks at."""
+        return run_words(row)
 
-    def redraw(self) -> None:
-        """Sort, filter, and rebuild the rows."""
-        rows = run_rows(self.found, self.order, self.words)
+    def take(self, found: Sequence[RunSummary]) -> None:
+        """Show these; marks of runs that have gone go with them."""
+        self.tagged &= {each.run for each in found}
+        super().take(found)
+
+    def grid(self) -> Grid[RunSummary]:
+        """Their columns."""
         nothing = "No run matches." if self.words else "No runs yet: make one on the Balance screen, key 2."
-        self.show_rows(run_grid(self.size.width), rows, len(self.found), nothing)
+        return run_grid(self.size.width)._replace(nothing=nothing)
 
 
 class RunsScreen(RunActions, SortedScreen):

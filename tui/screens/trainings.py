@@ -11,7 +11,8 @@ from evener.devices.types import Snapshot
 from ..text.formatting import plain
 from ..view.cells import Line
 from ..view.ranks import RankRow
-from ..view.training_lines import arrange_trainings, rank_table, training_graph_lines, training_lines, training_table
+from ..view.table import Grid
+from ..view.training_lines import arrange_trainings, rank_grid, training_graph_lines, training_grid, training_lines
 from ..view.trainings import TrainingRow, join_trainings
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel
@@ -29,33 +30,34 @@ class TrainingsScreen(SnapshotScreen):
         """Trainings, ranks, causes, graphs."""
         yield TrainingPanel()
         yield RankPanel()
-        yield CausePanel()
-        yield TrainingGraphs()
+        yield Lines("What holds it up", id="causes", classes="panel")
+        yield Lines("Last minutes", id="training-graphs", classes="panel")
 
     def redraw(self) -> None:
         """Draw the trainings of the snapshot."""
-        snapshot = self.shown
-        if snapshot is None:
-            return
-        with self.app.batch_update():
-            trainings = self.query_one(TrainingPanel)
-            trainings.take(join_trainings(snapshot), self.state)
-            self._show_chosen(trainings.chosen)
+        if (snapshot := self.shown) is not None:
+            with self.app.batch_update():
+                self.query_one(TrainingPanel).take(join_trainings(snapshot), self.state)
+                self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
         """The ranks are those of the training under the cursor."""
-        self._show_chosen(self.query_one(TrainingPanel).chosen)
+        if self.shown is not None:
+            self._show_chosen(self.shown)
 
-    def _show_chosen(self, row: TrainingRow | None) -> None:
-        trainings, ranks = self.query_one(TrainingPanel).count, len(row.ranks) if row is not None else 0
-        width, height = self.app.size
-        rows = arrange_trainings(width, height - _BARS, trainings, ranks)
-        upper = (TrainingPanel, rows.trainings), (RankPanel, rows.ranks)
-        self.place_panels(rows.framed, *upper, (CausePanel, rows.text), (TrainingGraphs, rows.graphs))
+    def _show_chosen(self, snapshot: Snapshot) -> None:
+        trainings, app = self.query_one(TrainingPanel), self.evener
+        row, (width, height) = trainings.chosen, app.size
+        rows = arrange_trainings(width, height - _BARS, trainings.count, len(row.ranks) if row is not None else 0)
+        panels = {"#trainings": rows.trainings, "#ranks": rows.ranks, "#causes": rows.text}
+        self.place_panels(rows.framed, {**panels, "#training-graphs": rows.graphs})
         self.query_one(RankPanel).take(row)
-        snapshot = self.shown
-        self.query_one(CausePanel).take(row, snapshot.at_seconds if snapshot is not None else 0.0)
-        self.query_one(TrainingGraphs).take(row, snapshot)
+        causes, graphs = self.query_one("#causes", Lines), self.query_one("#training-graphs", Lines)
+        causes.show(training_lines(row, snapshot.at_seconds, causes.size.width) if row is not None else ())
+        if row is None or not graphs.display:
+            graphs.show(())
+        else:
+            graphs.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *graphs.size))
 
     def action_open_training(self) -> None:
         """Show all that is said of the training under the cursor."""
@@ -89,11 +91,14 @@ class TrainingPanel(ListPanel[TrainingRow]):
         """The training."""
         return row.key
 
+    def grid(self) -> Grid[TrainingRow]:
+        """Their columns."""
+        return training_grid(self.rows, self.size.width)
+
     def redraw(self) -> None:
-        """Rebuild the rows."""
-        lines, self.top = training_table(self.rows, *self.size, self.position, self.state)
+        """Draw the rows; the heading says the screen's state."""
         self.entitle(subtitle=str(self.count))
-        self.show(lines)
+        self._draw_table(self.grid(), note=self.state)
 
 
 class RankPanel(ListPanel[RankRow]):
@@ -101,48 +106,14 @@ class RankPanel(ListPanel[RankRow]):
 
     def __init__(self) -> None:
         super().__init__(id="ranks")
-        self.training: TrainingRow | None = None
 
     def take(self, row: TrainingRow | None) -> None:
         """Show the ranks of a training."""
-        self.training = row
         self.place_rows(row.ranks if row is not None else ())
+        if row is not None:
+            self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}", str(self.count))
         self.redraw()
 
-    def redraw(self) -> None:
-        """Rebuild the rows."""
-        row = self.training
-        if row is None:
-            self.show(())
-            return
-        lines, self.top = rank_table(row, *self.size, self.position)
-        self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}", str(self.count))
-        self.show(lines)
-
-
-class CausePanel(Lines):
-    """A training's figures, what holds it up, and the history of its shares, as far as they fit."""
-
-    def __init__(self) -> None:
-        super().__init__(id="causes", classes="panel")
-        self.border_title = "What holds it up"
-
-    def take(self, row: TrainingRow | None, at_seconds: float) -> None:
-        """Show what is found of a training."""
-        self.show(training_lines(row, at_seconds, self.size.width) if row is not None else ())
-
-
-class TrainingGraphs(Lines):
-    """The last minutes of a training and its devices."""
-
-    def __init__(self) -> None:
-        super().__init__(id="training-graphs", classes="panel")
-        self.border_title = "Last minutes"
-
-    def take(self, row: TrainingRow | None, snapshot: Snapshot | None) -> None:
-        """Show the graphs of a training."""
-        if row is None or snapshot is None or not self.display:
-            self.show(())
-            return
-        app = self.evener
-        self.show(training_graph_lines(row, snapshot.devices, app.publisher.history, *self.size))
+    def grid(self) -> Grid[RankRow]:
+        """Their columns."""
+        return rank_grid(self.rows)

@@ -15,6 +15,7 @@ from evener.devices.types import DeviceSample, Reading, State, value
 
 from .cells import Line, Mark, Span, Tone, cells, pad, span_cells
 
+History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
 GIB = 1024.0**3
 STATE_WORDS = {
     State.UNSUPPORTED: "not reported by this device",
@@ -127,13 +128,6 @@ def throttle_tone(number: float) -> Tone:
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"
-
-
-def fraction(part: Reading, whole_reading: Reading) -> float | None:
-    """part / whole where both have values, stale ones included; else None."""
-    if part.value is None or not whole_reading.value:
-        return None
-    return part.value / whole_reading.value
 
 
 def traffic(sample: DeviceSample) -> Reading:

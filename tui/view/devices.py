@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from evener.balancer.number_format import rate
-from evener.devices.types import DeviceSample, Reading, State
+from evener.devices.types import DeviceSample, Reading, Snapshot, State
 
 from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, pad, span_cells
 from .charts import (
+    History,
     bar,
     figure,
-    fraction,
     gib,
     nice_ceiling,
     reading_text,
@@ -29,62 +30,10 @@ from .charts import (
     whole,
     work_bar,
 )
-from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines, table_row
+from .ranks import Work, work_by_device
+from .table import Cell, Column, Grid, table_row
 
-
-class HostRow(msgspec.Struct, frozen=True):
-    """A host with its devices, which stand below it unless it is folded."""
-
-    host: str
-    samples: tuple[DeviceSample, ...]
-    folded: bool
-
-    @property
-    def is_lost(self) -> bool:
-        """True if none of the host's devices can be read."""
-        return all(sample.utilization_percent.state is State.LOST for sample in self.samples)
-
-
-PanelRow = DeviceSample | HostRow
-
-
-def group_rows(samples: Sequence[DeviceSample], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """The samples, below their hosts where devices name some, without those of folded hosts."""
-    rows: list[PanelRow] = []
-    for host in dict.fromkeys(sample.device.host for sample in samples):
-        own = tuple(sample for sample in samples if sample.device.host == host)
-        if host:
-            rows.append(HostRow(host, own, host in folded))
-        rows += [] if host and host in folded else own
-    return tuple(rows)
-
-
-def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
-    count = len(row.samples)
-    head = (
-        Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
-        Span(f"{plain(row.host, 40)} ", "title"),
-        Span(f"{count} device{'s' * (count != 1)} ", "dim"),
-    )
-    if row.is_lost:
-        note = Span(cut(plain(row.samples[0].note, 300), max(0, width - span_cells(head))), "bad")
-        return Line(pad((*head, note), width), here)
-    busy = _current([sample.utilization_percent for sample in row.samples])
-    used = _current([sample.memory_used_bytes for sample in row.samples])
-    speed = _current([sample.samples_per_second for sample in row.samples])
-    figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
-    figures += [f"{gib(sum(used))} GiB used"] if used else []
-    figures += [f"{rate(sum(speed))} samples/s"] if speed else []
-    text = cut(f" {Mark.DOT} ".join(figures), max(0, width - span_cells(head)))
-    return Line(pad((*head, Span(text, "text")), width), here)
-
-
-def _current(readings: Sequence[Reading]) -> list[float]:
-    return [reading.current for reading in readings if reading.current is not None]
-
-
-_MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
+NEWEST_TICKS = 32  # of a row's history
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -94,6 +43,71 @@ class DeviceRow(msgspec.Struct, frozen=True):
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
     busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
     work: tuple[float, float] | None = None  # own work and waiting of its training's step, in seconds
+    below: bool = False  # its host, which has a row of its own
+
+
+class HostRow(msgspec.Struct, frozen=True):
+    """A host with its devices, which stand below it unless it is folded."""
+
+    host: str
+    rows: tuple[DeviceRow, ...]
+    folded: bool
+
+
+PanelRow = DeviceRow | HostRow
+
+
+def device_rows(snapshot: Snapshot, history: History = lambda *_: ()) -> tuple[DeviceRow, ...]:
+    """A row for each device, with its last ticks and the work of its training."""
+    work = work_by_device(snapshot)
+    return tuple(_device_row(sample, history, work) for sample in snapshot.devices)
+
+
+def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
+    device = sample.device
+    speeds = history(device.key, "samples_per_second", NEWEST_TICKS)
+    busy = () if any(speeds) else history(device.key, "utilization_percent", NEWEST_TICKS)
+    return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)))
+
+
+def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
+    """The rows, below their hosts where devices name some, without those of folded hosts."""
+    grouped: list[PanelRow] = []
+    for host in dict.fromkeys(row.sample.device.host for row in rows):
+        own = [row for row in rows if row.sample.device.host == host]
+        if host:
+            own = [msgspec.structs.replace(row, below=True) for row in own]
+            grouped.append(HostRow(host, tuple(own), host in folded))
+        grouped += [] if host and host in folded else own
+    return tuple(grouped)
+
+
+def draw_host(row: HostRow, width: int, here: bool) -> Line:
+    """A host's line: folded or not, its name, and what its devices do together; or why it is lost."""
+    count = len(row.rows)
+    head = (
+        Span(f" {Mark.FOLDED if row.folded else Mark.DESCENDING} ", "dim"),
+        Span(f"{plain(row.host, 40)} ", "title"),
+        Span(f"{count} device{'s' * (count != 1)} ", "dim"),
+    )
+    room = max(0, width - span_cells(head))
+    samples = [each.sample for each in row.rows]
+    if all(sample.utilization_percent.state is State.LOST for sample in samples):
+        return Line(pad((*head, Span(cut(plain(samples[0].note, 300), room), "bad")), width), here)
+    busy = _current([sample.utilization_percent for sample in samples])
+    used = _current([sample.memory_used_bytes for sample in samples])
+    speed = _current([sample.samples_per_second for sample in samples])
+    figures = [f"{sum(busy) / len(busy):.0f} % busy"] if busy else []
+    figures += [f"{gib(sum(used))} GiB used"] if used else []
+    figures += [f"{rate(sum(speed))} samples/s"] if speed else []
+    return Line(pad((*head, Span(cut(f" {Mark.DOT} ".join(figures), room))), width), here)
+
+
+def _current(readings: Sequence[Reading]) -> list[float]:
+    return [reading.current for reading in readings if reading.current is not None]
+
+
+_MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 def short_name(name: str) -> str:
@@ -104,7 +118,8 @@ def short_name(name: str) -> str:
 def _id(row: DeviceRow, width: int) -> tuple[Span, ...]:
     device = row.sample.device
     alarm = Mark.ALARM if row.sample.events or row.sample.note else ""
-    text = device.label if len(device.label) + len(alarm) <= width else str(device.index)
+    label = device.label.rpartition("/")[2] if row.below else device.label
+    text = label if len(label) + len(alarm) <= width else str(device.index)
     return Span(alarm, "bad"), Span(text, "strong")
 
 
@@ -112,80 +127,47 @@ def _name(row: DeviceRow, width: int) -> tuple[Span, ...]:
     name = short_name(row.sample.device.name)
     if len(name) > width:
         name = name.removeprefix("GTX ").removeprefix("RTX ").replace(" ", "" if width < 8 else " ")
-    if host := row.sample.device.host:
-        name = f"{plain(host)} {name}"
+    if row.sample.device.host and not row.below:
+        name = f"{plain(row.sample.device.host)} {name}"
     limit = row.sample.device.limit
     return (Span(cut(name + ("@" if limit else ""), width), "text"),)
 
 
-def _utilization(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    reading = row.sample.utilization_percent
-    if width < 10:
-        return _percent(reading, width, "accent")
-    blank = (Span(" " * (width - 6)),)
-    drawn = blank if reading.value is None else bar(reading.value / 100, width - 6)
-    return (*drawn, Span(" "), *_percent(reading, 5, "accent"))
+def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
+    """A warning from 98 % of the device's memory on."""
+    most = sample.memory_total_bytes.value
+    return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
 
-def _percent(reading: Reading, width: int, tone: Tone = "text") -> tuple[Span, ...]:
-    if width < 5 or reading.current is None:
-        return (figure(reading, width, whole, tone),)
-    return figure(reading, width - 2, whole, tone), Span(" %", "dim")
+def _reading_cell(
+    field: str,
+    unit: str,
+    figures: int,
+    draw: Callable[[float], str] = whole,
+    tone: Tone | Callable[[DeviceSample], Callable[[float], Tone]] = "text",
+    limit: str = "",
+    full: float = 0.0,
+) -> Cell[DeviceRow]:
+    """Draws a reading, with its limit, unit and bar as far as they fit; `figures` are the cells without a bar."""
 
+    def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
+        reading: Reading = getattr(row.sample, field)
+        if reading.value is None or reading.state is State.LOST:
+            return (figure(reading, width, draw),)
+        text, current = reading_text(reading, draw, width)
+        most = getattr(row.sample, limit).value if limit else None
+        of = f"/{draw(most)}" if most else ""
+        of = of if cells(text + of) <= width else ""
+        shade = (tone if isinstance(tone, str) else tone(row.sample)(reading.value)) if current else "dim"
+        spans: tuple[Span, ...] = (Span(text, shade), Span(of, "dim"))
+        needed = max(figures, cells(text + of) + len(unit))
+        if width < needed:
+            return spans
+        spans = (*pad(spans, needed - len(unit), "right"), Span(unit, "dim"))
+        left, whole_bar = width - needed - 1, most or full
+        return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans) if left > 3 and whole_bar else spans
 
-def _percent_cell(reading: Callable[[DeviceSample], Reading]) -> Cell[DeviceRow]:
-    return lambda row, width: _percent(reading(row.sample), width)
-
-
-def memory_tone(share: float | None) -> Tone:
-    """A warning from 98 % on."""
-    return "warn" if share is not None and share >= 0.98 else "memory"
-
-
-def _memory(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    used, total = row.sample.memory_used_bytes, row.sample.memory_total_bytes
-    text, current = reading_text(used, gib, width)
-    share = fraction(used, total)
-    if not current and used.state is not State.STALE:
-        return (figure(used, width, gib),)
-    if total.value:
-        whole_text = gib(total.value)
-        text += f"/{whole_text}" if cells(text) + 1 + len(whole_text) <= width else ""
-    tone = memory_tone(share) if current else "dim"
-    if width < 11:
-        return (Span(text, tone),)
-    figures = (Span(text.rjust(8), tone), Span(" G", "dim"))
-    return figures if width < 18 or share is None else (*bar(share, width - 11, tone), Span(" "), *figures)
-
-
-def _temperature(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    reading = row.sample.temperature_celsius
-    if width < 4 or reading.value is None:
-        return (figure(reading, width, whole, temperature_tone(row.sample)),)
-    unit = "°C"
-    return figure(reading, width - len(unit), whole, temperature_tone(row.sample)), Span(unit, "dim")
-
-
-def _power(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    used, limit = row.sample.power_watts, row.sample.power_limit_watts
-    text, current = reading_text(used, whole, width)
-    tone: Tone = "power" if current else "dim"
-    if used.value is None or used.state is State.LOST:
-        return (figure(used, width, whole),)
-    of = f"/{limit.value:.0f}" if limit.value else ""
-    if cells(text) + len(of) > width:
-        of = ""
-    if width < 9:
-        return Span(text, tone), Span(of, "dim")
-    figures = (Span(text.rjust(7 - len(of)), tone), Span(f"{of} W", "dim"))
-    share = fraction(used, limit)
-    return figures if width < 15 or share is None else (*bar(share, width - 10, tone), Span(" "), *figures)
-
-
-def _clock(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    if width < 8 or row.sample.clock_mhz.value is None:
-        return (figure(row.sample.clock_mhz, width),)
-    return figure(row.sample.clock_mhz, width - 4), Span(" MHz", "dim")
+    return cell
 
 
 _REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
@@ -255,14 +237,29 @@ def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
 DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
     Column("id", ("device", "id"), 3, _id),
     Column("name", ("name",), 6, _name, "left"),
-    Column("util", ("utilisation", "util", "use"), 4, _utilization),
-    Column("sm", ("SM",), 3, _percent_cell(lambda sample: sample.sm_percent)),
-    Column("tensor", ("tensor", "tens", "TC"), 3, _percent_cell(lambda sample: sample.tensor_percent)),
-    Column("dram", ("DRAM", "DR"), 3, _percent_cell(lambda sample: sample.dram_percent)),
-    Column("memory", ("memory", "mem"), 7, _memory),
-    Column("temperature", ("temp", "°C"), 3, _temperature),
-    Column("power", ("power of limit", "power/W", "power"), 7, _power),
-    Column("clock", ("clock", "MHz"), 4, _clock),
+    Column(
+        "util",
+        ("utilisation", "util", "use"),
+        4,
+        _reading_cell("utilization_percent", " %", 5, tone="accent", full=100.0),
+    ),
+    Column("sm", ("SM",), 3, _reading_cell("sm_percent", " %", 5)),
+    Column("tensor", ("tensor", "tens", "TC"), 3, _reading_cell("tensor_percent", " %", 5)),
+    Column("dram", ("DRAM", "DR"), 3, _reading_cell("dram_percent", " %", 5)),
+    Column(
+        "memory",
+        ("memory", "mem"),
+        7,
+        _reading_cell("memory_used_bytes", " G", 10, gib, memory_tone, "memory_total_bytes"),
+    ),
+    Column("temperature", ("temp", "°C"), 3, _reading_cell("temperature_celsius", "°C", 4, tone=temperature_tone)),
+    Column(
+        "power",
+        ("power of limit", "power/W", "power"),
+        7,
+        _reading_cell("power_watts", " W", 9, tone="power", limit="power_limit_watts"),
+    ),
+    Column("clock", ("clock", "MHz"), 4, _reading_cell("clock_mhz", " MHz", 8)),
     Column("throttled", ("throttled, why", "thr%"), 4, _throttled, "left"),
     Column("links", ("links in, out", "links", "link"), 4, _links),
     Column("work", ("own work, waiting", "own work", "work"), 4, _work),
@@ -320,25 +317,20 @@ def _is_there(key: str, rows: Sequence[DeviceRow]) -> bool:
     )
 
 
-def device_lines(
-    rows: Sequence[DeviceRow | HostRow], width: int, height: int, position: Position = NO_CURSOR
-) -> tuple[tuple[Line, ...], int]:
-    """The heading and as many rows as fit in `height`, and the first row shown; a host has a row of its own.
-
-    A lost device shows what happened instead of its figures. What no device reports, and own work that no training
-    tells, has no column.
-    """
+def device_grid(rows: Sequence[PanelRow]) -> Grid[PanelRow]:
+    """The table of these rows, without columns of what no device reports, and own work that no training tells."""
     shown = [row for row in rows if isinstance(row, DeviceRow)]
-    grid: Grid[Any] = DEVICES._replace(columns=tuple(each for each in DEVICE_COLUMNS if _is_there(each.key, shown)))
+    columns: Any = tuple(each for each in DEVICE_COLUMNS if _is_there(each.key, shown))
+    return Grid(columns, DEVICES.growth, DEVICES.flexible, draw=partial(_draw_row, columns))
 
-    def draw(row: DeviceRow | HostRow, widths: Mapping[str, int], here: bool) -> Line:
-        if isinstance(row, HostRow):
-            return draw_host(row, width, here)
-        sample = row.sample
-        if not sample.note or sample.utilization_percent.state is not State.LOST:
-            return table_row(grid.columns, widths, row, cursor=here)
-        head = table_row(DEVICE_COLUMNS[:2], widths, row, cursor=here).spans
-        note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
-        return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
 
-    return table_lines(grid, rows, width, height, position, draw=draw)
+def _draw_row(columns: Sequence[Column[Any]], row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
+    """A host has a row of its own; a lost device shows what happened instead of its figures."""
+    if isinstance(row, HostRow):
+        return draw_host(row, width, here)
+    sample = row.sample
+    if not sample.note or sample.utilization_percent.state is not State.LOST:
+        return table_row(columns, widths, row, here)
+    head = table_row(DEVICE_COLUMNS[:2], widths, row, here).spans
+    note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
+    return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)

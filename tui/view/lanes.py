@@ -17,16 +17,16 @@ from evener.devices.types import DeviceSample
 
 from ..text.formatting import plain
 from ..text.summaries import share_words
-from .cells import Line, Mark, Span, Tone, cells, cut, device_fill, device_tone, span_cells
+from .cells import Mark, Span, Tone, cells, cut, device_fill, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
-from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines
+from .table import Cell, Column, Grid
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
 WIDE = 100  # columns, from which used memory has a column too
 _DEVICE_CELLS = {column.key: column.draw for column in DEVICE_COLUMNS}
 
 
-class _Lane:
+class Lane:
     """A device's row: its state, its name, and its newest sample where there is one."""
 
     def __init__(self, state: SessionState, device: int, sample: DeviceSample | None = None) -> None:
@@ -36,7 +36,7 @@ class _Lane:
         self.running = next((each for each in state.running if each.probe.layout.shares[device]), None)
 
 
-def _name(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _name(lane: Lane, width: int) -> tuple[Span, ...]:
     label = lane.state.devices[lane.device]
     name = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
     room = width - cells(label) - 3
@@ -47,7 +47,7 @@ def _name(lane: _Lane, width: int) -> tuple[Span, ...]:
     )
 
 
-def _doing(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None:
         if lane.state.fault:
@@ -60,10 +60,10 @@ def _doing(lane: _Lane, width: int) -> tuple[Span, ...]:
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _sample_cell(key: str) -> Cell[_Lane]:
+def _sample_cell(key: str) -> Cell[Lane]:
     """The cell that the Monitor screen has for the same metric."""
 
-    def draw(lane: _Lane, width: int) -> tuple[Span, ...]:
+    def draw(lane: Lane, width: int) -> tuple[Span, ...]:
         if lane.sample is None:
             return (Span(Mark.NONE, "dim"),)
         return _DEVICE_CELLS[key](DeviceRow(lane.sample), width)
@@ -71,7 +71,7 @@ def _sample_cell(key: str) -> Cell[_Lane]:
     return draw
 
 
-def _batch(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
     if lane.running is None:
         return (Span(""),)
     layout, device = lane.running.probe.layout, lane.device
@@ -80,14 +80,14 @@ def _batch(lane: _Lane, width: int) -> tuple[Span, ...]:
     return (Span(passes if cells(passes) <= width else share),)
 
 
-def _speed(lane: _Lane, _width: int) -> tuple[Span, ...]:
+def _speed(lane: Lane, _width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None or running.samples_per_second is None:
         return (Span(""),)
     return (Span(rate(own_speed(running, lane.device)), "speed"),)
 
 
-def _interval(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
     running = lane.running
     if running is None or running.relative_interval is None:
         return (Span(""),)
@@ -97,7 +97,7 @@ def _interval(lane: _Lane, width: int) -> tuple[Span, ...]:
     return (Span(text if cells(text) <= width else rounder, settled),)
 
 
-def _alone(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
     solo = best_solo(lane.state, lane.device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -106,7 +106,7 @@ def _alone(lane: _Lane, width: int) -> tuple[Span, ...]:
     return spans if span_cells(spans) <= width else spans[:1]
 
 
-def _fits(lane: _Lane, width: int) -> tuple[Span, ...]:
+def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
     """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither is ever cut.
 
     Of a chosen share that is larger, also in how many passes it fits.
@@ -130,18 +130,18 @@ def _fits(lane: _Lane, width: int) -> tuple[Span, ...]:
     return next((form for form in forms if span_cells(form) <= width), forms[-1])
 
 
-_PROBE_COLUMNS: tuple[Column[_Lane], ...] = (
+_PROBE_COLUMNS: tuple[Column[Lane], ...] = (
     Column("batch", ("batch",), 6, _batch),
     Column("speed", ("samples/s", "smp/s"), 7, _speed),
     Column("interval", ("interval", "known"), 7, _interval),
     Column("alone", ("best alone", "alone"), 14, _alone),
     Column("fits", ("largest batch", "largest"), 11, _fits, "left"),
 )
-_FIRST_COLUMNS: tuple[Column[_Lane], ...] = (
+_FIRST_COLUMNS: tuple[Column[Lane], ...] = (
     Column("device", ("device",), 8, _name, "left"),
     Column("doing", ("doing",), 8, _doing, "left"),
 )
-_SAMPLE_COLUMNS: tuple[Column[_Lane], ...] = (
+_SAMPLE_COLUMNS: tuple[Column[Lane], ...] = (
     Column("util", ("utilisation", "util"), 4, _sample_cell("util")),
     Column("temperature", ("temp", "°C"), 3, _sample_cell("temperature")),
     Column("memory", ("memory", "mem"), 7, _sample_cell("memory")),
@@ -163,7 +163,7 @@ _GROWTH = (
 _DROPPED = ("interval", "doing", "alone", "temperature", "batch")  # in this order, where the least widths don't fit
 
 
-def lane_columns(width: int, *, sampled: bool) -> tuple[Column[_Lane], ...]:
+def lane_columns(width: int, *, sampled: bool) -> tuple[Column[Lane], ...]:
     """The columns in `width` cells; a replay has no samples and no columns for them."""
     samples = (_SAMPLE_COLUMNS if width >= WIDE else _SAMPLE_COLUMNS[:2]) if sampled else ()
     columns = (*_FIRST_COLUMNS, *samples, *_PROBE_COLUMNS)
@@ -174,17 +174,11 @@ def lane_columns(width: int, *, sampled: bool) -> tuple[Column[_Lane], ...]:
     return columns
 
 
-def lane_lines(
-    state: SessionState,
-    width: int,
-    height: int,
-    position: Position = NO_CURSOR,
-    samples: Sequence[DeviceSample | None] = (),
-) -> tuple[tuple[Line, ...], int]:
-    """The heading and a row for each device as far as they fit, and the first row shown.
+def lane_grid(width: int, *, sampled: bool) -> Grid[Lane]:
+    """The table in `width` cells."""
+    return Grid(lane_columns(width, sampled=sampled), _GROWTH, {"device": 34})
 
-    `samples`: the newest of each device, in the devices' order; none in a replay.
-    """
-    grid = Grid(lane_columns(width, sampled=bool(samples)), _GROWTH, {"device": 34})
-    lanes = [_Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))]
-    return table_lines(grid, lanes, width, height, position)
+
+def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:
+    """A row for each device; `samples` are the newest of each, none in a replay."""
+    return [Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))]

@@ -15,10 +15,10 @@ from .cells import Line, Mark, Span, Tone, cells, cut, line, span_cells, spread,
 from .charts import (
     STATE_WORDS,
     Graph,
+    History,
     bar,
     celsius,
     draw_graphs,
-    fraction,
     gib,
     nice_ceiling,
     percents,
@@ -28,11 +28,7 @@ from .charts import (
     throttle_tone,
     watts,
 )
-from .devices import DeviceRow, HostRow, PanelRow, memory_tone
-
-History = Callable[[str, str, int], tuple[float | None, ...]]  # a device's key, metric, ticks -> values, oldest first
-Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
-NEWEST_TICKS = 32  # of a row's history
+from .devices import memory_tone
 
 
 class Arrangement(msgspec.Struct, frozen=True):
@@ -55,21 +51,6 @@ def arrange(width: int, height: int, devices: int) -> Arrangement:
     spare = left - least_processes
     graphs = min(16, spare * 2 // 3 if framed else spare // 2) if left >= 16 and width >= 40 else 0
     return Arrangement(devices_rows, graphs, left - graphs, framed)
-
-
-def panel_rows(rows: Sequence[PanelRow], history: History, work: Work) -> tuple[DeviceRow | HostRow, ...]:
-    """A table row for each device, with its last ticks and the work of its training; hosts stay as they are."""
-    return tuple(row if isinstance(row, HostRow) else _device_row(row, history, work) for row in rows)
-
-
-def _device_row(sample: DeviceSample, history: History, work: Work) -> DeviceRow:
-    """A device's row, its label without the host, which stands above."""
-    device = sample.device
-    if device.host:
-        sample = msgspec.structs.replace(sample, device=msgspec.structs.replace(device, host=""))
-    speeds = history(device.key, "samples_per_second", NEWEST_TICKS)
-    busy = () if any(speeds) else history(device.key, "utilization_percent", NEWEST_TICKS)
-    return DeviceRow(sample, speeds, busy, work.get((device.host, device.id)))
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
@@ -204,7 +185,6 @@ def _energy(joules: float) -> str:
 def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
     """Every metric of a device with its unit, or why it is missing."""
     device = sample.device
-    in_memory = memory_tone(fraction(sample.memory_used_bytes, sample.memory_total_bytes))
     facts = [
         _fact("name", plain(device.name)),
         _fact("id", plain(device.id), "dim"),
@@ -213,7 +193,7 @@ def device_details(sample: DeviceSample, width: int) -> tuple[Line, ...]:
         _reading("SM occupancy", sample.occupancy_percent, percents),
         _reading("tensor cores", sample.tensor_percent, percents),
         _reading("DRAM bandwidth", sample.dram_percent, percents),
-        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), in_memory),
+        _reading("memory", sample.memory_used_bytes, _limited(size, sample.memory_total_bytes), memory_tone(sample)),
         _reading("temperature", sample.temperature_celsius, celsius, temperature_tone(sample)),
         _reading("slows down at", sample.temperature_limit_celsius, celsius),
         _reading("power", sample.power_watts, _limited(watts, sample.power_limit_watts), "power"),

@@ -13,7 +13,7 @@ from evener.devices.types import DeviceSample, ProcessSample, Reading, Snapshot,
 from ..text.formatting import plain
 from .cells import Span, Tone, cut
 from .charts import figure, run_time, short, short_bytes, whole
-from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
+from .table import TAG, Column, Grid, text_cell
 
 NO_TRAINING = "No training reports here. PyTorch: Split, evener.report; Keras: Report(split)."
 Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, with another start
@@ -80,9 +80,9 @@ PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
 PROCESSES = Grid(PROCESS_COLUMNS, (("command", 16), ("speed", 9), ("time", 8), ("user", 12)), {"command": 1000})
 
 
-def process_words(sample: ProcessSample) -> str:
+def process_words(row: ProcessRow) -> str:
     """The words of a process that a filter looks at."""
-    return f"{sample.pid} {sample.user} {sample.device_label} {sample.command}"
+    return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 
 def identity(sample: ProcessSample) -> Identity:
@@ -90,21 +90,16 @@ def identity(sample: ProcessSample) -> Identity:
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
-def process_rows(
-    snapshot: Snapshot, order: Order, words: str = "", *, ended: Sequence[ProcessSample] = ()
-) -> tuple[ProcessRow, ...]:
-    """The processes that match `words`, sorted; those that have `ended` since stand among them."""
-    samples = (*snapshot.processes, *ended)
-    kept = sorted((each for each in samples if not words or matches(process_words(each), words)), key=identity)
-    rows = [
+def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
+    """A row for each process; those that have `ended` since stand among them."""
+    return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,
             snapshot.at_seconds - each.start_time if each.start_time else None,
             ended=each in ended,
         )
-        for each in kept
-    ]
-    return sort_rows(PROCESS_COLUMNS, rows, order)
+        for each in sorted((*snapshot.processes, *ended), key=identity)
+    )
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:

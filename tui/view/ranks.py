@@ -23,6 +23,7 @@ NOISE_ERRORS = 3.0  # from which ranks differ
 LEAST_PERCENT = 5.0  # of the time throttled, or of a device's multiprocessors that a neighbour takes
 MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
+Work = Mapping[tuple[str, str], tuple[float, float]]  # of a device, by host and id: own work and waiting in seconds
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
 
 
@@ -99,7 +100,7 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
-def work_by_device(snapshot: Snapshot) -> dict[tuple[str, str], tuple[float, float]]:
+def work_by_device(snapshot: Snapshot) -> Work:
     """Own work and waiting of a step on each device, by host and id, where a training that reports tells them."""
     local = not any(sample.device.host for sample in snapshot.devices)
     return {

@@ -14,7 +14,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun
 from ..text.formatting import plain
 from .balance_lines import rival_lines, share_lines, warning_lines
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
-from .table import TAG, Column, Grid, Order, matches, sort_rows, text_cell
+from .table import TAG, Column, Grid, text_cell
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
@@ -92,11 +92,6 @@ _STEPS = (
     ("workload", 24),
 )
 _WIDE = 110  # columns, from which dates have their own column; a run's id begins with its date
-
-
-def run_rows(found: Sequence[RunSummary], order: Order, words: str = "") -> tuple[RunSummary, ...]:
-    """The runs that match `words`, sorted; `found` begins with the newest."""
-    return sort_rows(RUN_COLUMNS, [row for row in found if matches(run_words(row), words)], order)
 
 
 def has_failed(summary: RunSummary) -> bool:

@@ -28,11 +28,17 @@ TAG: Column[Any] = Column("tagged", ("",), 1, lambda *_: (), "left")  # the pane
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table, the steps in which they grow, and those that share the rest, up to their limits."""
+    """The columns of a table, the steps in which they grow, and those that share the rest, up to their limits.
+
+    `draw` replaces the usual row; it gets the row, the columns' widths, that of the table, and whether the cursor is
+    there.
+    """
 
     columns: tuple[Column[RowT], ...]
     growth: tuple[tuple[str, int], ...]
     flexible: Mapping[str, int]
+    nothing: str = ""  # is said where there are no rows
+    draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int) -> dict[str, int]:
         """Cells for each column in `width`, with the cursor's sign in front and one blank between two.
@@ -108,7 +114,7 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: 
     return Line((*pad(titles, width - cells(shown)), Span(shown, "key")))
 
 
-def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, *, cursor: bool = False) -> Line:
+def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False) -> Line:
     """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in columns:
@@ -144,15 +150,11 @@ def table_lines(
     height: int,
     position: Position = NO_CURSOR,
     order: Order = UNSORTED,
-    *,
     note: str = "",
-    nothing: str = "",
-    draw: Callable[[RowT, Mapping[str, int], bool], Line] | None = None,
 ) -> tuple[tuple[Line, ...], int]:
     """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first row shown.
 
-    The heading ends with `note` and the number of rows above and below those shown; `nothing` replaces missing rows.
-    `draw` replaces the usual row; it gets the row, the columns' widths, and whether the cursor is on it.
+    The heading ends with `note` and the number of rows above and below those shown.
     """
     widths = grid.widths(width)
     room = max(0, height - 1)
@@ -164,7 +166,12 @@ def table_lines(
     lines = [head]
     for place, row in enumerate(shown, first):
         here = position.active and place == position.cursor
-        lines.append(draw(row, widths, here) if draw else table_row(grid.columns, widths, row, cursor=here))
-    if nothing and not rows:
-        lines.append(Line((Span(f" {nothing}", "dim"),)))
+        lines.append(grid.draw(row, widths, width, here) if grid.draw else table_row(grid.columns, widths, row, here))
+    if grid.nothing and not rows:
+        lines.append(Line((Span(f" {grid.nothing}", "dim"),)))
     return tuple(lines), first
+
+
+def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
+    """The heading and every row."""
+    return table_lines(grid, rows, width, len(rows) + 1)[0]

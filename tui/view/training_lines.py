@@ -13,11 +13,10 @@ from evener.live.files import ShareChange
 
 from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
-from .charts import Graph, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
-from .monitor import History
+from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
 from .processes import NO_TRAINING
 from .ranks import RankRow
-from .table import NO_CURSOR, Cell, Column, Grid, Position, table_lines, text_cell
+from .table import Cell, Column, Grid, text_cell
 from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
@@ -141,7 +140,8 @@ def _bar(longest_s: float) -> Cell[RankRow]:
     return draw
 
 
-def _rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
+def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
+    """The table of these ranks."""
     longest_s = max((row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column("rank", ("rank",), 4, text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
@@ -161,26 +161,12 @@ def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[
     return columns if there else tuple(column for column in columns if column.key != "tokens")
 
 
-def training_table(
-    rows: Sequence[TrainingRow],
-    width: int,
-    height: int,
-    position: Position = NO_CURSOR,
-    state: str = "",
-) -> tuple[tuple[Line, ...], int]:
-    """A row for each training, and the first row shown; `state` ("paused") ends the heading."""
+def training_grid(rows: Sequence[TrainingRow], width: int) -> Grid[TrainingRow]:
+    """The table of these trainings in `width` cells."""
     columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
     if width < WIDE:
         columns = tuple(column for column in columns if column.key != "framework")
-    grid = Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 1000})
-    return table_lines(grid, rows, width, height, position, note=state, nothing=NO_TRAINING)
-
-
-def rank_table(
-    row: TrainingRow, width: int, height: int, position: Position = NO_CURSOR
-) -> tuple[tuple[Line, ...], int]:
-    """A row for each rank of a training, and the first row shown."""
-    return table_lines(_rank_grid(row.ranks), row.ranks, width, height, position)
+    return Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 1000}, NO_TRAINING)
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:

@@ -19,7 +19,8 @@ from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from ..view.cells import DEVICE_TONES, to_ascii
 from ..view.charts import axis_ticks, short
-from ..view.lanes import lane_lines
+from ..view.lanes import Lane, lane_grid, lane_rows
+from ..view.table import Grid
 from .lines import Lines
 from .lists import ListPanel
 
@@ -27,36 +28,25 @@ LEAST_CHART = 7  # rows that a readable curve needs
 LEAST_SEARCH = 5  # rows for the search: what it does, how far it is, the latest measurements
 
 
-def _panel(name: str, title: str) -> Lines:
-    panel = Lines(id=name, classes="panel")
-    panel.border_title = title
-    return panel
-
-
-class LanePanel(ListPanel[str]):
+class LanePanel(ListPanel[Lane]):
     """A panel with a row per device; they scroll where they don't fit."""
 
     def __init__(self) -> None:
         super().__init__(id="lanes")
-        self.state = SessionState()
-        self.samples: tuple[DeviceSample | None, ...] = ()
+        self._state = SessionState()
+        self._samples: Sequence[DeviceSample | None] = ()
 
-    def take(self, state: SessionState) -> None:
-        """Show this state."""
-        self.state, self.rows = state, state.devices
-        self.redraw()
+    def grid(self) -> Grid[Lane]:
+        """Their columns."""
+        return lane_grid(self.size.width, sampled=bool(self._samples))
 
-    def take_samples(self, samples: Sequence[DeviceSample | None]) -> None:
-        """Show these readings, one for each device."""
-        self.samples = tuple(samples)
-        self.redraw()
-
-    def redraw(self) -> None:
-        """Rebuild the rows."""
-        state, (width, height) = self.state, self.size
-        lines, self.top = lane_lines(state, width, height, self.position, self.samples)
+    def take(self, state: SessionState | None = None, samples: Sequence[DeviceSample | None] | None = None) -> None:
+        """Show this state, and these readings of each device."""
+        self._state = state = self._state if state is None else state
+        self._samples = self._samples if samples is None else samples
+        self.rows = lane_rows(state, self._samples)
         self.entitle(plain(state.workload, 60) or "Devices", f"run {plain(state.run)}" if state.run else "")
-        self.show(lines)
+        self.redraw()
 
 
 class BalanceView(UsesApp, Widget):
@@ -72,9 +62,9 @@ class BalanceView(UsesApp, Widget):
         with Horizontal(id="middle"):
             yield CurvePlot()
             with Vertical(id="side"):
-                yield _panel("shares", "Shares")
-                yield _panel("rivals", "Throughput")
-        yield _panel("search", "Search")
+                yield Lines("Shares", id="shares", classes="panel")
+                yield Lines("Throughput", id="rivals", classes="panel")
+        yield Lines("Search", id="search", classes="panel")
 
     def take(self, state: SessionState) -> None:
         """Draw this state."""

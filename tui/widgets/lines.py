@@ -43,9 +43,9 @@ class Lines(UsesApp, Widget):
     class Resized(Message):
         """The widget has another size; its lines must be rebuilt."""
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None, focusable: bool = False) -> None:  # noqa: A002 - Textual's name
+    def __init__(self, title: str = "", *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002 - Textual's name
         super().__init__(id=id, classes=classes)
-        self.can_focus = focusable
+        self.border_title = title
         self._lines: tuple[Line, ...] = ()
         self._changed: set[int] = set()  # lines that are drawn otherwise
         self._drawn: _Drawn | None = None  # None: more than lines may have changed

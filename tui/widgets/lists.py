@@ -11,7 +11,21 @@ from textual.message import Message
 
 from ..text.formatting import plain
 from ..view.cells import Line, Mark, Span, cut, line, pad, span_cells
-from ..view.table import TAG, Column, Grid, Order, Position, RowT, chosen_order, sort_keys, table_lines, window
+from ..view.table import (
+    TAG,
+    UNSORTED,
+    Column,
+    Grid,
+    Order,
+    Position,
+    RowT,
+    chosen_order,
+    matches,
+    sort_keys,
+    sort_rows,
+    table_lines,
+    window,
+)
 from .lines import Lines
 
 
@@ -27,6 +41,7 @@ class ListPanel(Lines, Generic[RowT]):
         Binding("end", "move(1000000)", "Last", show=False),
         Binding("enter", "open", "Details", key_display="Enter"),
     ]
+    can_focus = True
     HEADING_ROWS = 1
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
@@ -34,8 +49,7 @@ class ListPanel(Lines, Generic[RowT]):
         """The cursor is on another row."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
-        super().__init__(id=id, classes="panel", focusable=True)
-        self.border_title = title
+        super().__init__(title, id=id, classes="panel")
         self.rows: Sequence[RowT] = ()
         self.cursor = 0
         self.top = 0
@@ -64,6 +78,18 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
         self.redraw()
         self.post_message(self.Moved())
+
+    def grid(self) -> Grid[RowT]:
+        """The table of its rows."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Draw the rows in the current size."""
+        self._draw_table(self.grid())
+
+    def _draw_table(self, grid: Grid[RowT], order: Order = UNSORTED, note: str = "") -> None:
+        lines, self.top = table_lines(grid, self.rows, *self.size, self.position, order, note)
+        self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
         """The identity of a row, on which the cursor stays as others come and go; None: it stays in its place."""
@@ -129,6 +155,7 @@ class SortedPanel(ListPanel[RowT]):
         super().__init__(title, id=id)
         self.order = order
         self.words = ""
+        self.found: Sequence[RowT] = ()  # those that the filter leaves out, too
         self.tagged: frozenset[Hashable] = frozenset()
 
     @property
@@ -137,23 +164,24 @@ class SortedPanel(ListPanel[RowT]):
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
-    def show_rows(self, grid: Grid[RowT], rows: tuple[RowT, ...], total: int, nothing: str) -> None:
-        """Show these of `total` rows, with the cursor on the one that it was on; `nothing` is said if there are none.
+    def words_of(self, row: RowT) -> str:
+        """The words of a row that the filter looks at."""
+        raise NotImplementedError
 
-        The heading says what the filter leaves.
-        """
-        self.place_rows(rows)
-        lines, self.top = table_lines(
-            grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:])),
-            rows,
-            *self.size,
-            self.position,
-            self.order,
-            note=f"{self.count} of {total}: {self.words}" if self.words else "",
-            nothing=nothing,
-        )
+    def take(self, found: Sequence[RowT]) -> None:
+        """Show these rows."""
+        self.found = found
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Sort, filter and draw the rows; the heading says what the filter leaves."""
+        kept = [row for row in self.found if matches(self.words_of(row), self.words)]
+        self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
+        total = len(self.found)
         self.entitle(subtitle=str(total))
-        self.show(lines)
+        grid = self.grid()
+        grid = grid._replace(columns=(TAG._replace(draw=self._tag_cell), *grid.columns[1:]))
+        self._draw_table(grid, self.order, f"{self.count} of {total}: {self.words}" if self.words else "")
 
     def _tag_cell(self, row: RowT, _width: int) -> tuple[Span, ...]:
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
@@ -257,6 +285,8 @@ class Ticks(ListPanel[tuple[str, str]]):
 class OneOf(Lines):
     """A choice among a few words; left, right, Space or a click changes it."""
 
+    can_focus = True
+
     class Changed(Message):
         """Another word is chosen."""
 
@@ -266,7 +296,7 @@ class OneOf(Lines):
     ]
 
     def __init__(self, words: Sequence[str], *, id: str) -> None:  # noqa: A002 - Textual's name
-        super().__init__(id=id, classes="bar", focusable=True)
+        super().__init__(id=id, classes="bar")
         self._words = tuple(words)
         self.value = self._words[0]
 
