@@ -8,6 +8,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from evener.tui.screens.dialogs import ChoiceDialog
 from evener.tui.screens.runs import RunPanel
 from evener.tui.widgets.lines import Lines
 
@@ -37,3 +38,8 @@ def text(app: Any, selector: str) -> str:
     """The lines that a widget shows."""
     shown: str = app.screen.query_one(selector, Lines).text
     return shown
+
+
+def asks(app: Any, key: str) -> bool:
+    """A dialog is in front that takes this key for an answer."""
+    return isinstance(app.screen, ChoiceDialog) and key in app.screen.answers

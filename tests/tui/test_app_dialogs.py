@@ -12,13 +12,12 @@ from textual.events import MouseScrollDown
 from textual.widgets import Input, Static
 
 from evener.plan.file import load_plan
-from evener.tui.screens.dialogs import ConfirmDialog
 from evener.tui.screens.run_dialogs import SaveDialog, plan_dialog
 from evener.tui.screens.runs import ReplayScreen, RunPanel
 from evener.tui.view.cells import cells
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import OneOf, Ticks
-from tests.support.pilots import open_form, open_runs, text, until
+from tests.support.pilots import asks, open_form, open_runs, text, until
 
 NOBODY = "~nobody-of-that-name/plan.toml"
 
@@ -158,7 +157,7 @@ async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, event
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("ctrl+p", *"quit", "down", "enter")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: asks(app, "y"), "the question")
         await pilot.press("y")
 
 

@@ -10,9 +10,8 @@ from textual.pilot import Pilot
 from textual.widgets._footer import FooterKey
 
 from evener.balancer.request import Request
-from evener.tui.screens.dialogs import ConfirmDialog, SignalDialog
 from evener.tui.screens.monitor import ProcessPanel
-from tests.support.pilots import text, until
+from tests.support.pilots import asks, text, until
 
 
 async def _ready(pilot: Pilot[Any]) -> ProcessPanel:
@@ -51,7 +50,7 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
         panel.cursor = panel.rows.index(gone)
         await pilot.press("K")
         await until(pilot, lambda: "Process 71 has ended." in [note.message for note in app._notifications], "the note")
-        assert not isinstance(app.screen, SignalDialog)
+        assert not asks(app, "k")
         push(2, script.process(71), script.process(72))
         await until(pilot, lambda: "ended:" not in text(app, "#processes"), "another one like it")
         push(3, script.process(72))
@@ -71,13 +70,13 @@ async def test_marked_processes_get_one_signal(app_of: Any, script: Any, monkeyp
         await pilot.press("home", "down", "space", "space", "space")
         assert text(app, "#processes").count("◆") == 3
         await pilot.press("K", "t")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: asks(app, "y"), "the question")
         assert "Send SIGTERM to 2 processes: " in " ".join(text(app, "#question").split())
         await pilot.press("y")
         await until(pilot, lambda: len(sent) == 2, "the signals")
         assert sorted(sent) == [(1, "TERM"), (2, "TERM")]
         await pilot.press("escape", "home", "K")
-        await until(pilot, lambda: isinstance(app.screen, SignalDialog), "the choice")
+        await until(pilot, lambda: asks(app, "k"), "the choice")
         assert app.screen.query_one("Text").text.splitlines()[0].startswith("3 ada")
 
 

@@ -16,10 +16,10 @@ from evener.balancer.store.runs import RunReplay
 from evener.devices.types import LOST, value
 from evener.plan.file import load_plan
 from evener.tui.base_app import Sampled
-from evener.tui.screens.dialogs import ConfirmDialog, DetailsDialog, SignalDialog
+from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.monitor import DevicePanel, ProcessPanel
 from evener.tui.screens.run_dialogs import SaveDialog
-from tests.support.pilots import text, until
+from tests.support.pilots import asks, text, until
 
 
 async def _ready(pilot: Pilot[Any]) -> None:
@@ -112,11 +112,11 @@ async def test_a_signal_needs_a_choice_and_a_confirmation(app_of: Any, monkeypat
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("tab", "K")
-        await until(pilot, lambda: isinstance(app.screen, SignalDialog), "the choice of a signal")
+        await until(pilot, lambda: asks(app, "k"), "the choice of a signal")
         await pilot.press("enter")
         assert not sent, "the button in focus is the harmless one"
         await pilot.press("K", "t")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: asks(app, "y"), "the question")
         await pilot.press("n")
         assert not sent
         await pilot.press("K", "t", "y")
@@ -129,7 +129,7 @@ async def test_readonly_sends_no_signals(app_of: Any) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("tab", "K")
-        assert not isinstance(app.screen, SignalDialog)
+        assert not asks(app, "k")
 
 
 async def test_pause_holds_the_picture_while_sampling_goes_on(app_of: Any, script: Any) -> None:
@@ -229,8 +229,8 @@ async def test_a_search_is_paused_stopped_and_its_plan_kept(app_of: Any, events:
         await pilot.press("p")
         assert app.balance.paused
         await pilot.press("p", "x")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
-        await pilot.click("#yes")
+        await until(pilot, lambda: asks(app, "y"), "the question")
+        await pilot.click("#answer-y")
         await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "the plan so far")
         assert session.calls[:3] == ["pause", "unpause", "stop"]
 
@@ -243,7 +243,7 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: app.balance.probes == 6, "the measurements")
         await pilot.press("q")
-        await until(pilot, lambda: isinstance(app.screen, ConfirmDialog), "the question")
+        await until(pilot, lambda: asks(app, "y"), "the question")
         assert "stop" not in session.calls
         await pilot.press("y")
     assert "stop" in session.calls

@@ -25,7 +25,7 @@ from evener.tui.view.cells import (
     whole_lines,
     wrap,
 )
-from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, reading_text, short, short_bytes, spark, whole
+from evener.tui.view.charts import axis_ticks, bar, graph, nice_ceiling, reading_text, short, short_bytes, whole
 from evener.tui.view.table import Column, Grid, window
 
 TEXTS = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Mn", "Me", "Cf"]), max_size=40)
@@ -38,7 +38,7 @@ def test_a_cut_text_never_takes_more_cells_than_there_are(text: str, width: int)
 
 @given(TEXTS, st.integers(2, 40), st.sampled_from(["left", "right"]))
 def test_a_fitted_text_takes_exactly_its_cells(text: str, width: int, align: str) -> None:
-    assert cells(fit(text, width, align)) == width  # type: ignore[arg-type]
+    assert cells(fit(text, width, align)) == width
 
 
 @given(st.lists(TEXTS, max_size=5), st.integers(0, 60))
@@ -74,7 +74,7 @@ def test_no_line_ends_within_a_figure(width: int) -> None:
 
 @given(st.floats(0, 1), st.integers(0, 50))
 def test_a_bar_has_the_requested_width(share: float, width: int) -> None:
-    assert span_cells(bar(share, width)) == width  # type: ignore[arg-type]
+    assert span_cells(bar(share, width)) == width
 
 
 def test_a_bar_shows_what_is_above_nothing_and_fills_at_one() -> None:
@@ -88,14 +88,14 @@ def test_the_filled_part_of_a_bar_differs_without_colour() -> None:
         assert draw(Mark.FULL) != draw(Mark.TRACK)
 
 
-def test_a_spark_shows_the_newest_and_leaves_gaps() -> None:
-    assert spark([9, 0, None, 8], 3, 8) == "▁ █"
-    assert spark([], 3) == "   "
+def test_a_graph_of_one_row_shows_the_newest_and_leaves_gaps() -> None:
+    assert graph([9, 0, None, 8], 3, 1, 8) == ("▁ █",)
+    assert graph([], 3, 1, 8) == ("   ",)
 
 
 @given(st.lists(st.none() | st.floats(0, 100), max_size=200), st.integers(1, 30), st.integers(1, 9))
 def test_a_graph_fills_its_box(values: list[float | None], width: int, height: int) -> None:
-    rows = graph(values, width, height, 100.0)  # type: ignore[arg-type]
+    rows = graph(values, width, height, 100.0)
     assert len(rows) == height
     assert all(len(row) == width for row in rows)
 

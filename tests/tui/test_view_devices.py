@@ -45,7 +45,7 @@ def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
     lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, Position())
     assert [line.text for line in lines] == [
         " device name   util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s history",
-        "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▅█",
+        "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▄█",
     ]
 
 
@@ -127,8 +127,8 @@ def test_an_event_shows_in_the_row(script: Any) -> None:
 def test_history_is_samples_per_second_or_else_utilisation(script: Any) -> None:
     fast = device_lines([DeviceRow(script.sample(), (50.0, 100.0), (1.0, 1.0))], 80, 3)[0][1]
     idle = device_lines([DeviceRow(script.sample(), (None, None), (50.0, 100.0))], 80, 3)[0][1]
-    assert (fast.spans[-1].tone, fast.text[-2:]) == ("speed", "▅█")
-    assert (idle.spans[-1].tone, idle.text[-2:]) == ("accent", "▅█")
+    assert (fast.spans[-1].tone, fast.text[-2:]) == ("speed", "▄█")
+    assert (idle.spans[-1].tone, idle.text[-2:]) == ("accent", "▄█")
 
 
 def test_names_lose_their_maker() -> None:

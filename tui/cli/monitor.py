@@ -22,7 +22,7 @@ from evener.errors import RequestError
 from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
-from ..view.devices import device_grid, device_rows
+from ..view.devices import PanelRow, device_grid, device_rows
 from ..view.monitor import host_line
 from ..view.processes import PROCESS_COLUMNS, PROCESSES, nothing_there, process_rows
 from ..view.table import Order, sort_rows, whole_table
@@ -159,7 +159,7 @@ _CODES: dict[Tone, str] = {
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     """Host, notes, devices, processes and trainings, every line at most `width` cells."""
-    rows = device_rows(snapshot)
+    rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
     parts = [host_line(snapshot, width), *whole_table(device_grid(rows), rows, width)]

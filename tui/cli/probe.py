@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import typer
@@ -29,22 +29,6 @@ from .session_runner import stopped_by_signals
 LONGEST_SECONDS = 86_400.0
 TOGETHER = "together"
 app = typer.Typer()
-
-
-class Row(NamedTuple):
-    """Samples/s of one device, or of all of them, in one run, or in all of them; None where unknown."""
-
-    run: int | None  # None: all
-    device: str
-    batch: int
-    samples_per_second: float | None
-    low: float | None = None  # of the 95 % interval
-    high: float | None = None
-    memory_bytes: int | None = None  # the peak
-    micro: int | None = None  # rows of one pass
-    samples_per_joule: float | None = None  # of all devices of the request
-    active_watts: float | None = None
-    idle_watts: float | None = None  # of devices that are left out
 
 
 @app.command()
@@ -89,8 +73,7 @@ def probe(
         said = {"warnings": say_all(doubts), "findings": {"warnings": doubts}}
         print(json_text({"devices": labels, **sizes, "runs": finished, "interrupted": stop.is_set(), **said}))
     elif finished:
-        rows = _list_rows(finished, layout, labels)
-        print("\n".join(_table(rows, finished[-1].alone).lines(terminal_columns())[:-1]), flush=True)
+        print("\n".join(_table(finished, layout, labels).lines(terminal_columns())[:-1]), flush=True)
     return (caught[0] if caught else 130) if stop.is_set() else 0
 
 
@@ -149,55 +132,45 @@ def _name_more(length: RunLength) -> str:
     return "more --steps" if length.steps else "a longer --seconds"
 
 
-def _list_rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> list[Row]:
+def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> Table:
     """A row for each device of each run, for all devices of it, and for all runs."""
-    rows: list[Row] = []
-    split = len(layout.active) > 1
-    for number, run in enumerate(runs, 1):
-        whole = run.this_run
-        rows += [
-            Row(number, labels[i], layout.shares[i], run.own[i], None, None, run.memory_bytes[i], layout.pass_rows[i])
-            for i in layout.active
-        ]
-        if split:
-            rows.append(Row(number, TOGETHER, layout.global_batch, None))
-        rows[-1] = rows[-1]._replace(samples_per_second=whole.value, low=whole.low, high=whole.high)
-        rows[-1] = _with_energy(rows[-1], [run.power] if run.power else [])
-    if len(runs) > 1:
-        where = TOGETHER if split else labels[layout.active[0]]
-        whole_row = Row(None, where, layout.global_batch, runs[-1].samples_per_second)
-        powers = [run.power for run in runs if run.power]
-        rows.append(_with_energy(whole_row, powers if len(powers) == len(runs) else []))
-    return rows
-
-
-def _with_energy(row: Row, powers: Sequence[Power]) -> Row:
-    """The row of all devices with what they draw; unchanged where that is unknown."""
-    power = Power.mean(powers)
-    if power is None or row.samples_per_second is None:
-        return row
-    efficiency = power.samples_per_joule(row.samples_per_second)
-    return row._replace(samples_per_joule=efficiency, active_watts=power.active_watts, idle_watts=power.idle_watts)
-
-
-def _table(rows: Sequence[Row], alone: bool) -> Table:
     note = "±: half of the 95 % interval."
-    if any(row.device == TOGETHER for row in rows):
-        how = "was measured alone at its share" if alone else "leaves out the time in which it waits for others"
+    if len(layout.active) > 1:
+        how = (
+            "was measured alone at its share" if runs[-1].alone else "leaves out the time in which it waits for others"
+        )
         note += f" The samples/s of one device {how}."
-    energy = any(row.samples_per_joule for row in rows)
+    energy = any(run.power for run in runs)
     heads = "run", "device", "batch", "samples/s", "±", "memory", *(("samples/J", "W", "idle W") if energy else ())
-    return Table("", [heads, *(_cells(row, energy) for row in rows)], 2, note)
+    return Table("", [heads, *_rows(runs, layout, labels, energy)], 2, note)
 
 
-def _cells(row: Row, energy: bool) -> tuple[str, ...]:
-    figure, low, high = row.samples_per_second, row.low, row.high
-    return (
-        "all" if row.run is None else str(row.run),
-        row.device,
-        write_share(row.batch, row.micro or row.batch),
-        "-" if figure is None else rate(figure),
-        "-" if figure is None or low is None or high is None else half_width(figure, low, high),
-        "-" if row.memory_bytes is None else size(row.memory_bytes),
-        *(energy_cells(figure or 0.0, row.active_watts or 0.0, row.idle_watts or 0.0) if energy else ()),
-    )
+def _rows(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energy: bool) -> Iterator[tuple[str, ...]]:
+    def row(
+        run: str,
+        device: str,
+        share: str,
+        speed: float | None,
+        error: str = "-",
+        memory: int | None = None,
+        power: Power | None = None,
+    ) -> tuple[str, ...]:
+        power = power or Power(0.0, 0.0)
+        drawn = energy_cells(speed or 0.0, power.active_watts, power.idle_watts) if energy else ()
+        figure, held = "-" if speed is None else rate(speed), "-" if memory is None else size(memory)
+        return (run, device, share, figure, error, held, *drawn)
+
+    several = len(layout.active) > 1
+    for number, run in enumerate(runs, 1):
+        whole = run.this_run.value, half_width(run.this_run.value, run.this_run.low, run.this_run.high)
+        for i in layout.active:
+            share, power = write_share(layout.shares[i], layout.pass_rows[i]), None if several else run.power
+            own = (run.own[i], "-") if several else whole
+            yield row(str(number), labels[i], share, *own, run.memory_bytes[i], power)
+        if several:
+            yield row(str(number), TOGETHER, str(layout.global_batch), *whole, power=run.power)
+    if len(runs) > 1:
+        powers = [run.power for run in runs if run.power]
+        power = Power.mean(powers) if len(powers) == len(runs) else None
+        where = TOGETHER if several else labels[layout.active[0]]
+        yield row("all", where, str(layout.global_batch), runs[-1].samples_per_second, power=power)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Button, Input
@@ -16,9 +17,9 @@ from evener.devices.processes import send_signal
 from evener.devices.types import ProcessSample
 from evener.errors import EvenerError
 
-from ..base_app import UsesApp
+from ..base_app import BaseApp, UsesApp
 from ..text.formatting import plain
-from ..view.cells import Line, Span, cut, line, wrap
+from ..view.cells import Line, Span, cut, line, span_cells, wrap
 from ..widgets.lines import Lines
 
 AnswerT = TypeVar("AnswerT")
@@ -87,41 +88,49 @@ class DetailsDialog(Dialog[None]):
         self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
-class ConfirmDialog(Dialog[bool]):
-    """Asks before something that can't be undone; only its own button, or `y`, says yes."""
+class ChoiceDialog(Dialog[str]):
+    """Asks for one of a few answers, by its key or its button; the button in focus is the first, which is harmless."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "dismiss(True)", "Yes"),
-        Binding("n", "dismiss(False)", "No"),
-        Binding("left,right", "app.focus_next", "Other", show=False),
+        Binding("right", "app.focus_next", "Next", show=False),
+        Binding("left", "app.focus_previous", "Previous", show=False),
     ]
 
-    def __init__(self, title: str, question: str, yes: str) -> None:
+    def __init__(self, title: str, draw: Callable[[int], Iterable[Line]], answers: Mapping[str, str]) -> None:
         super().__init__(title)
-        self._question = question
-        self._yes = yes
+        self._draw = draw
+        self.answers = answers  # by their keys
 
     def content(self) -> Iterable[Widget]:
-        """The question and two buttons."""
+        """The question, and a button for each answer."""
         yield Text(id="question")
         with Horizontal():
-            yield Button("No", id="no", compact=True)
-            yield Button(self._yes, id="yes", variant="error", compact=True)
+            for key, label in self.answers.items():
+                yield Button(label, id=f"answer-{key}", compact=True, variant="error" if key == "y" else "default")
 
     def on_mount(self) -> None:
-        """Show the question, and focus the harmless button."""
-        rows = wrap(plain(self._question), self.text_width, 8)
-        self.query_one(Text).show([*(line(Span(row)) for row in rows), line()])
-        self.query_one("#no").focus()
+        """Show the question."""
+        self.query_one(Text).show([*self._draw(self.text_width), line()])
+        self.query(Button).first().focus()
+
+    def on_key(self, event: Key) -> None:
+        """Answer by key."""
+        if event.key in self.answers:
+            self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """Answer by button."""
-        self.dismiss(event.button.id == "yes")
+        self.dismiss((event.button.id or "")[-1])
 
 
-def confirm(app: App[int], action: str, question: str, then: Callable[[], Any]) -> None:
-    """Ask, and call `then` if the answer is yes; `action` is the title and the button."""
-    app.push_screen(ConfirmDialog(action, question, action), lambda yes: then() if yes else None)
+def confirm(app: App[int], action: str, question: str, then: Callable[[], Any], title: str = "") -> None:
+    """Ask before what can't be undone, and call `then` if the answer is yes; `action` is its button."""
+
+    def draw(width: int) -> Iterable[Line]:
+        return (line(Span(row)) for row in wrap(plain(question), width, 8))
+
+    answers = {"n": "No", "y": action}
+    app.push_screen(ChoiceDialog(title or action, draw, answers), lambda key: then() if key == "y" else None)
 
 
 class FieldDialog(Dialog[bool]):
@@ -170,67 +179,37 @@ _MEANINGS = {
 }
 
 
-class SignalDialog(Dialog[None]):
-    """Asks which signal to send."""
+def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
+    """Ask which signal to send to these processes, and whether to."""
+    once = tuple({(each.pid, each.start_time): each for each in chosen}.values())  # each may be on several devices
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("i", "choose('INT')", "Interrupt"),
-        Binding("t", "choose('TERM')", "Terminate"),
-        Binding("k", "choose('KILL')", "Kill"),
-        Binding("right", "app.focus_next", "Next", show=False),
-        Binding("left", "app.focus_previous", "Previous", show=False),
-    ]
+    def draw(width: int) -> Iterable[Line]:
+        yield from (_process_line(row, width) for row in once[:MOST_NAMED])
+        if len(once) > MOST_NAMED:
+            yield line(Span(f"and {len(once) - MOST_NAMED} more", "dim"))
+        yield line()
+        for name, text in _MEANINGS.items():
+            yield line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
 
-    def __init__(self, chosen: Sequence[ProcessSample]) -> None:
-        super().__init__("Send a signal")
-        self._chosen = tuple({(each.pid, each.start_time): each for each in chosen}.values())  # once, on all devices
+    def ask(key: str | None) -> None:
+        name = next((name for name in _MEANINGS if name[0].lower() == key), None)
+        if name is None:
+            return
+        what = f"process {once[0].pid} ({cut(plain(once[0].command), 120)}) of {plain(once[0].user)}"
+        if len(once) > 1:
+            what = f"{len(once)} processes: {', '.join(str(row.pid) for row in once)}"
+        confirm(app, f"Send {name}", f"Send SIG{name} to {what}?", lambda: send(name), "Are you sure?")
 
-    def content(self) -> Iterable[Widget]:
-        """The processes, what each signal means, a button for each."""
-        yield Text()
-        with Horizontal():
-            yield Button("Cancel", id="cancel", compact=True)
-            for name in _MEANINGS:
-                yield Button(name, id=name, compact=True)
-
-    def on_mount(self) -> None:
-        """Show which processes they are."""
-        named = [self._process_line(row) for row in self._chosen[:MOST_NAMED]]
-        if len(self._chosen) > MOST_NAMED:
-            named.append(line(Span(f"and {len(self._chosen) - MOST_NAMED} more", "dim")))
-        signals = [
-            line(Span(f"{name[0].lower()} ", "key"), Span(f"{name:<6}"), Span(text, "dim"))
-            for name, text in _MEANINGS.items()
-        ]
-        self.query_one(Text).show([*named, line(), *signals, line()])
-        self.query_one("#cancel").focus()
-
-    def _process_line(self, row: ProcessSample) -> Line:
-        head = Span(f"{row.pid} ", "strong"), Span(f"{plain(row.user)} {plain(row.device_label)} ")
-        room = max(1, self.text_width - sum(len(span.text) for span in head))
-        return line(*head, Span(cut(plain(row.command), room), "dim"))
-
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Continue with the chosen signal."""
-        if event.button.id in _MEANINGS:
-            self.action_choose(event.button.id)
-        else:
-            self.dismiss(None)
-
-    def action_choose(self, name: str) -> None:
-        """Ask for confirmation."""
-        first = self._chosen[0]
-        what = f"process {first.pid} ({cut(plain(first.command), 120)}) of {plain(first.user)}"
-        if len(self._chosen) > 1:
-            what = f"{len(self._chosen)} processes: {', '.join(str(row.pid) for row in self._chosen)}"
-        self.app.push_screen(
-            ConfirmDialog("Are you sure?", f"Send SIG{name} to {what}?", f"Send {name}"),
-            lambda yes: self._send(name, yes),
-        )
-
-    def _send(self, name: str, confirmed: bool | None) -> None:
-        for row in self._chosen if confirmed else ():
-            with self.evener.saying_faults():
+    def send(name: str) -> None:
+        for row in once:
+            with app.saying_faults():
                 send_signal(row, name)
-                self.evener.say(f"SIG{name} was sent to process {row.pid}.")
-        self.dismiss(None)
+                app.say(f"SIG{name} was sent to process {row.pid}.")
+
+    answers = {"c": "Cancel"} | {name[0].lower(): name for name in _MEANINGS}
+    app.push_screen(ChoiceDialog("Send a signal", draw, answers), ask)
+
+
+def _process_line(row: ProcessSample, width: int) -> Line:
+    head = Span(f"{row.pid} ", "strong"), Span(f"{plain(row.user)} {plain(row.device_label)} ")
+    return line(*head, Span(cut(plain(row.command), max(1, width - span_cells(head))), "dim"))

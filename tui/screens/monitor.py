@@ -124,12 +124,12 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
 
     def action_signal(self) -> None:
         """Choose a signal for the marked processes, or for the one under the cursor."""
-        from .dialogs import SignalDialog
+        from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows
         there = tuple(row.sample for row in chosen if not row.ended)
         if there:
-            self.app.push_screen(SignalDialog(there))
+            choose_signal(self.evener, there)
         else:
             self.evener.say(f"Process {chosen[0].sample.pid} has ended.")
 

@@ -169,18 +169,6 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
     return Span(Mark.FULL * own, "speed"), Span(Mark.SHADE * (both - own), "warn"), Span(" " * (width - both))
 
 
-def spark(values: Sequence[float | None], width: int, highest: float | None = None) -> str:
-    """The newest `width` values as heights between 0 and the highest; a missing one is a space."""
-    shown = list(values)[-width:]
-    top = highest or max((number for number in shown if number is not None), default=0.0)
-    steps = len(Mark.LEVELS) - 2
-    signs = [
-        " " if number is None else Mark.LEVELS[1 + round(min(1.0, max(0.0, number / top)) * steps) if top > 0 else 0]
-        for number in shown
-    ]
-    return "".join(signs).rjust(width)
-
-
 def graph(values: Sequence[float | None], width: int, height: int, highest: float) -> tuple[str, ...]:
     """A filled graph of the newest values, one per column, as `height` lines from the top down."""
     if width <= 0 or height <= 0:

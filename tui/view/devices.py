@@ -19,11 +19,11 @@ from .charts import (
     bar,
     figure,
     gib,
+    graph,
     nice_ceiling,
     reading_text,
     short,
     short_bytes,
-    spark,
     temperature_tone,
     throttle_tone,
     traffic,
@@ -229,9 +229,8 @@ def _speed(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
     fastest = max((speed for speed in row.speeds if speed is not None), default=0.0)
-    if fastest > 0:
-        return (Span(spark(row.speeds, width, nice_ceiling(fastest)), "speed"),)
-    return (Span(spark(row.busy, width, 100.0), "accent"),)
+    values, top = (row.speeds, nice_ceiling(fastest)) if fastest > 0 else (row.busy, 100.0)
+    return (Span(*graph(values, width, 1, top), "speed" if fastest > 0 else "accent"),)
 
 
 DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
