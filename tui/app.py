@@ -217,8 +217,7 @@ def meanings(*, dark: bool) -> dict[str, str]:
 
 def _theme(name: str, *, dark: bool) -> Theme:
     base: dict[str, Any] = {key: colours[not dark] for key, colours in _BASE.items()}
-    footer = {"footer-key-foreground": base["primary"], "footer-background": base["panel"]}
-    return Theme(name, dark=dark, variables=meanings(dark=dark) | footer, **base)
+    return Theme(name, dark=dark, variables=meanings(dark=dark), **base)
 
 
 DARK = _theme("evener-dark", dark=True)

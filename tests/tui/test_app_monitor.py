@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 from textual.pilot import Pilot
-from textual.widgets._footer import FooterKey
 
 from evener.balancer.request import Request
 from evener.tui.screens.monitor import ProcessPanel
@@ -88,7 +87,7 @@ async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) ->
         assert (_keys(app)["p"], _keys(app)["K"]) == ("Pause", "Signal")
         await pilot.press("p")
         assert _keys(app)["p"] == "Resume"
-        await until(pilot, lambda: "Resume" in {key.description for key in app.screen.query(FooterKey)}, "the footer")
+        await until(pilot, lambda: "p Resume" in text(app, "#keys"), "the footer")
         await pilot.press("p")
         app.publisher.push(script.snapshot(processes=()))
         await until(pilot, lambda: "K" not in _keys(app), "no signal without a process")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.dom import DOMNode
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer, Input
+from textual.widgets import Input
 
 from evener.devices.types import Snapshot
 
 from ..base_app import UsesApp
-from ..view.cells import Line
+from ..view.cells import Line, Span
 from ..view.monitor import status_texts, top_line
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
@@ -66,7 +63,6 @@ class PanelScreen(UsesApp, Screen[None]):
 
     async def on_screen_resume(self) -> None:
         """Show what happened while another screen was in front."""
-        forget_drawn()
         self.query_one(TopBar).redraw()
         self.redraw()
 
@@ -211,51 +207,25 @@ class TopBar(Lines):
         self.show((top_line(SCREENS, self.shown, right, self.size.width),))
 
 
-class KeysBar(Footer):
-    """Textual's footer, without its references to every key it ever showed."""
+class KeysBar(Lines):
+    """The keys that have an effect now; a click on one presses it.
+
+    Textual's footer makes a widget for each key whenever the focus moves, and keeps a thousand of them.
+    """
 
     def __init__(self) -> None:
-        super().__init__(compact=True, show_command_palette=False)
-        self._shown: list[object] = []  # of each key: what it does, whether it can now, and its tooltip
+        super().__init__(id="keys", classes="bar")
 
-    def bindings_changed(self, screen: Screen[Any]) -> None:
-        """Draw the keys of a screen that opens while another window has the focus, too; Textual would wait for it."""
-        super().bindings_changed(screen)
-        if not screen.app.app_focus and not len(self.children):
-            self.call_after_refresh(self.recompose)
+    def on_mount(self) -> None:
+        """Follow the focus, and what its keys do."""
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
-    async def recompose(self) -> None:
-        """Show the current keys if they are others than before, and release the previous ones.
-
-        Textual asks for it whenever the focus moves. Each key watches whether the footer is compact, and closed ones
-        are released only when that changes.
-        """
-        if not self.is_attached:  # its screen was closed since
-            return
-        now: list[object] = [each[1:] for each in self.screen.active_bindings.values() if each.binding.show]
-        if now == self._shown:
-            return
-        self._shown = now
-        await super().recompose()
-        self.mutate_reactive(Footer.compact)
-        forget_drawn()
-        for node in self.ancestors:
-            forget_found(node)
-
-
-def forget_drawn() -> None:
-    """Clear a private cache of Textual's that keeps a thousand lines of closed widgets alive.
-
-    There is no public call for it; a Textual without the cache needs none.
-    """
-    with suppress(ImportError, AttributeError):
-        importlib.import_module("textual._styles_cache").StylesCache.get_inner_outer.cache_clear()
-
-
-def forget_found(node: DOMNode) -> None:
-    """Clear the last 1024 answers of `node.query_one`, which Textual keeps; a private cache too.
-
-    A new key bar makes them all outdated, in every node above it.
-    """
-    with suppress(AttributeError):
-        node._query_one_cache.clear()
+    def redraw(self) -> None:
+        """Rebuild the line."""
+        offered = [each.binding for each in self.screen.active_bindings.values() if each.binding.show]
+        spans: list[Span] = []
+        for binding in {each.action: each for each in reversed(offered)}.values():  # of several keys, the first
+            action = f"app.simulate_key('{binding.key}')"
+            key = Span(f" {self.app.get_key_display(binding)}", "key", action)
+            spans = [key, Span(f" {binding.description}", "text", action), *spans]
+        self.show([Line(tuple(spans))])
