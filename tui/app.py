@@ -137,8 +137,7 @@ class EvenerApp(BaseApp):
 
     def action_help(self) -> None:
         """Open the help page."""
-        from .screens.dialogs import DetailsDialog
-        from .view.help import help_lines
+        from .screens.dialogs import DetailsDialog, help_lines
 
         if not isinstance(self.screen, ModalScreen):
             notes = self.snapshot.notes if self.snapshot is not None else ()

@@ -15,9 +15,9 @@ from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen, Setup, form_words
 from evener.tui.screens.base import SortedScreen
+from evener.tui.screens.dialogs import help_lines
 from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
 from evener.tui.screens.runs import ReplayScreen, RunPanel, RunsScreen
-from evener.tui.view.help import help_lines
 from evener.tui.widgets.lists import ListPanel, OneOf, SortedPanel, Ticks
 from tests.support.pilots import open_form, text, until
 

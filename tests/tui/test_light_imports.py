@@ -55,7 +55,7 @@ LATER = {
     "importlib.metadata", "hashlib", "multiprocessing", "evener.balancer.session", "evener.balancer.search.search",
     "evener.balancer.store.runs", "evener.devices.nvidia.source", "evener.devices.cpu",
     "evener.tui.screens.dialogs", "evener.tui.screens.balance", "evener.tui.screens.runs",
-    "evener.tui.screens.trainings", "evener.tui.view.help", "evener.tui.view.trainings", "evener.tui.text.page",
+    "evener.tui.screens.trainings", "evener.tui.view.trainings", "evener.tui.text.page",
 }  # fmt: skip
 
 

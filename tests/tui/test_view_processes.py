@@ -10,13 +10,13 @@ import pytest
 from evener.devices.types import DENIED, UNSUPPORTED, ProcessSample, value
 from evener.tui.view.cells import span_cells
 from evener.tui.view.charts import run_time
-from evener.tui.view.monitor import process_details
-from evener.tui.view.processes import (
+from evener.tui.view.monitor import (
     PROCESS_COLUMNS,
     PROCESSES,
     ProcessRow,
     identity,
     nothing_there,
+    process_details,
     process_rows,
     process_words,
 )

@@ -254,15 +254,14 @@ def test_a_work_bar_fills_its_width_and_shows_any_work(own: float, waiting: floa
 
 
 def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
-    for width, height, graphs in ((80, 22, False), (120, 38, True), (160, 46, True), (250, 68, True)):
-        panels = arrange_trainings(width, height, 3, 8)
-        frame = 2 * panels.framed
-        assert panels.trainings + panels.ranks + panels.text + panels.graphs == height
-        assert (panels.trainings, panels.ranks) == (4 + frame, 9 + frame)
-        assert (panels.graphs >= 9) == bool(panels.graphs) == graphs
-    crowded = arrange_trainings(80, 22, 40, 40)
-    assert crowded.text >= 5
-    assert sum(crowded[:4]) == 22
+    for height, frame, has_graphs in ((22, 0, False), (38, 2, True), (46, 2, True), (68, 2, True)):
+        trainings, ranks, sentences, graphs = arrange_trainings(height, frame, 3, 8).values()
+        assert trainings + ranks + sentences + graphs == height
+        assert (trainings, ranks) == (4 + frame, 9 + frame)
+        assert (graphs >= 9) == bool(graphs) == has_graphs
+    crowded = arrange_trainings(22, 0, 40, 40)
+    assert crowded["#causes"] >= 5
+    assert sum(crowded.values()) == 22
 
 
 def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:

@@ -34,7 +34,7 @@ _MODULES = {  # of the commands, in the order of --help
     "report": "runs",
     "replay": "runs",
     "runs": "runs",
-    "demo": "demo",
+    "demo": "monitor",
 }
 
 

@@ -1,4 +1,4 @@
-"""`evener monitor`: the app, or plain text or JSON, once or every few seconds; `--web`."""
+"""`evener monitor` and `evener demo`: the app, or plain text or JSON, once or every few seconds; `--web`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,7 @@ from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
 from ..view.devices import PanelRow, device_grid, device_rows
-from ..view.monitor import host_line
-from ..view.processes import PROCESS_COLUMNS, PROCESSES, nothing_there, process_rows
+from ..view.monitor import PROCESS_COLUMNS, PROCESSES, host_line, nothing_there, process_rows
 from ..view.table import Order, sort_rows, whole_table
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
 from .output import draws_screens
@@ -232,3 +232,48 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
     ]
     options = [*given, *(["--readonly"] if readonly else [])]
     return serve_browser([sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port)
+
+
+SHOWN = (5, 11, 20)  # seconds of the demo's training: as planned, while a card is hot, with other shares
+
+
+@app.command()
+def demo(
+    as_text: Annotated[bool, typer.Option("--plain", help="Print text, on a terminal too.")] = False,
+    ascii_only: AsciiOption = False,
+    theme: ThemeOption = None,
+) -> None:
+    """Show a search and a training on simulated cards: nothing is measured, and nothing is kept."""
+    with tempfile.TemporaryDirectory(prefix="evener-demo-") as folder:
+        os.environ["XDG_STATE_HOME"] = folder  # where the search keeps its run
+        if as_text or not draws_screens():
+            _print_demo(ascii_only)
+            return
+        from ..start import draw_app, prepare_app
+
+        prepare_app()
+        from ..demo import DemoApp
+
+        raise typer.Exit(draw_app(DemoApp(theme=theme or "dark", ascii=ascii_only)))
+
+
+def _print_demo(ascii_only: bool) -> None:
+    """The same as text: the search with its result, and the training at some moments."""
+    from evener.balancer.request import Request
+    from evener.balancer.run import open_run
+    from evener.balancer.session import Session
+
+    from ..simulated_training import PAIR, TrainingSource
+    from .runs import print_events
+
+    with contextlib.closing(Session(open_run(Request(devices=PAIR)))) as session:
+        finished = print_events(session.events())
+    assert finished is not None
+    print("\nA training by this plan; after 10 s SIM:0 gets hot and loses 30 % of its speed.")
+    seconds = 0
+    cards = TrainingSource(lambda: float(seconds))
+    cards.train(finished.plan)
+    for seconds in range(max(SHOWN) + 1):
+        reading = cards.sample()
+        if seconds in SHOWN:
+            print(f"\nAfter {seconds} s:\n{draw_reading(reading, ascii_only)}", end="")

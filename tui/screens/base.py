@@ -44,11 +44,12 @@ class PanelScreen(UsesApp, Screen[None]):
         """Rebuild every panel's lines."""
         raise NotImplementedError
 
-    def settle_frames(self) -> None:
-        """Give the panels frames where there is room, and stack them where it is narrow."""
+    def settle_frames(self) -> int:
+        """Give the panels frames where there is room, and stack them where it is narrow; the rows of a frame."""
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
         self.set_class(width < NARROW, "-narrow")
+        return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
         """Fill the new size, once for all panels that changed together."""
@@ -102,12 +103,11 @@ class SnapshotScreen(PanelScreen):
         if self.is_current and self._paused_at is None:
             self.redraw()
 
-    def place_panels(self, framed: bool, rows: Mapping[str, int]) -> None:
+    def place_panels(self, rows: Mapping[str, int]) -> None:
         """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that hasn't changed."""
-        if self._placed == (placed := (self.app.size, framed, rows)):
+        if self._placed == (placed := (self.app.size, rows)):
             return
         self._placed = placed
-        self.set_class(not framed, "-bare")
         for name, count in rows.items():
             panel = self.query_one(name)
             panel.display = count > 0

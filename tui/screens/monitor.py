@@ -14,14 +14,20 @@ from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from ..view.cells import Line, Span, line
 from ..view.devices import HostRow, PanelRow, device_grid, device_rows, group_rows, short_name
 from ..view.monitor import (
+    PROCESSES,
+    Identity,
+    ProcessRow,
     arrange,
     device_details,
     graph_lines,
     host_line,
+    identity,
     note_line,
+    nothing_there,
     process_details,
+    process_rows,
+    process_words,
 )
-from ..view.processes import PROCESSES, Identity, ProcessRow, identity, nothing_there, process_rows, process_words
 from ..view.table import Grid, Order, Position
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
@@ -64,9 +70,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         notes.display = bool(snapshot.notes)
         filtering = self.query_one("#filter").has_class("-open")
         width, height = self.app.size
-        rows = arrange(width, height - _BARS - notes.display - filtering, devices)
-        panels = {"#devices": rows.devices, "#graphs": rows.graphs, "#processes": rows.processes}
-        self.place_panels(rows.framed, panels)
+        self.place_panels(arrange(width, height - _BARS - notes.display - filtering, self.settle_frames(), devices))
 
     def _draw_bars(self, snapshot: Snapshot) -> None:
         width = self.app.size.width

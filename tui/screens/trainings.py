@@ -47,10 +47,9 @@ class TrainingsScreen(SnapshotScreen):
 
     def _show_chosen(self, snapshot: Snapshot) -> None:
         trainings, app = self.query_one(TrainingPanel), self.evener
-        row, (width, height) = trainings.chosen, app.size
-        rows = arrange_trainings(width, height - _BARS, trainings.count, len(row.ranks) if row is not None else 0)
-        panels = {"#trainings": rows.trainings, "#ranks": rows.ranks, "#causes": rows.text}
-        self.place_panels(rows.framed, {**panels, "#training-graphs": rows.graphs})
+        row = trainings.chosen
+        ranks = len(row.ranks) if row is not None else 0
+        self.place_panels(arrange_trainings(app.size.height - _BARS, self.settle_frames(), trainings.count, ranks))
         self.query_one(RankPanel).take(row)
         causes, graphs = self.query_one("#causes", Lines), self.query_one("#training-graphs", Lines)
         causes.show(training_lines(row, snapshot.at_seconds, causes.size.width) if row is not None else ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
@@ -14,7 +14,7 @@ from evener.live.files import ShareChange
 from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines
 from .charts import Graph, History, draw_graphs, nice_ceiling, samples_rate, short, watts, work_bar
-from .processes import NO_TRAINING
+from .monitor import NO_TRAINING
 from .ranks import RankRow
 from .table import Cell, Column, Grid, text_cell
 from .trainings import TrainingRow
@@ -26,25 +26,13 @@ _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
 _MOST_TEXT = 8  # beside graphs
 
 
-class TrainingPanels(NamedTuple):
-    """Rows for each panel of the screen, borders included."""
-
-    trainings: int
-    ranks: int
-    text: int
-    graphs: int
-    framed: bool
-
-
-def arrange_trainings(width: int, height: int, trainings: int, ranks: int) -> TrainingPanels:
-    """Distribute `height` rows: some trainings, every rank, some sentences, then graphs, else more sentences."""
-    framed = height >= 30 and width >= 100
-    frame = 2 if framed else 0
+def arrange_trainings(height: int, frame: int, trainings: int, ranks: int) -> dict[str, int]:
+    """The rows of each panel, frames included: some trainings, every rank, sentences, graphs."""
     top = min(max(1, trainings), max(1, height // 4)) + 1 + frame
     middle = max(_LEAST_RANKS, min(ranks + 1 + frame, height - top - _LEAST_TEXT - frame))
     left = max(0, height - top - middle)
     text = _MOST_TEXT + frame if left >= _MOST_TEXT + _LEAST_GRAPHS + 2 * frame else left
-    return TrainingPanels(top, middle, text, left - text, framed)
+    return {"#trainings": top, "#ranks": middle, "#causes": text, "#training-graphs": left - text}
 
 
 def _plan(row: TrainingRow, _width: int) -> tuple[Span, ...]:
