@@ -230,7 +230,7 @@ def _speed(row: DeviceRow, width: int) -> tuple[Span, ...]:
 def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
     fastest = max((speed for speed in row.speeds if speed is not None), default=0.0)
     values, top = (row.speeds, nice_ceiling(fastest)) if fastest > 0 else (row.busy, 100.0)
-    return (Span(*graph(values, width, 1, top), "speed" if fastest > 0 else "accent"),)
+    return (Span(graph(values, width, 1, top)[0], "speed" if fastest > 0 else "accent"),)
 
 
 DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
