@@ -129,10 +129,17 @@ def run_children(job: HostJob) -> Ending:
 
 
 def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
-    environment = job.environment(_cluster(job))
+    environment = job.environment([_rank(job)] if job.executable else _cluster(job))
     starts = json.loads(environment[STARTS])
     command = [sys.executable, "-m", "evener.training.start_rank", *job.command]
     return [subprocess.Popen(command, env={**environment, STARTS: json.dumps([start])}) for start in starts]
+
+
+def _rank(job: HostJob) -> dict[str, str]:
+    """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two seconds to import."""
+    port, attempt = find_free_ports(1)[0], str(job.attempt)
+    numbers = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": attempt}
 
 
 def _cluster(job: HostJob) -> list[dict[str, str]]:

@@ -88,7 +88,7 @@ def _run(first: HostJob, max_restarts: int) -> int:
 
 
 def _start(job: HostJob, restarts_of_agents: int) -> Ending:
-    if job.framework == "torch" and (job.executable or len(job.plan.layout.active) > 1):
+    if job.framework == "torch" and len(job.plan.layout.active) > 1:
         from .processes import run_agent
 
         return run_agent(job, restarts_of_agents)
