@@ -14,8 +14,8 @@ from evener.tui.widgets.lines import Lines
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], what: str) -> None:
-    """Wait until it holds, a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait until it holds; two minutes, as the machine may be at many things at once."""
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"it never came: {what}"
         await pilot.pause(0.02)

@@ -45,7 +45,7 @@ async def _dialog(pilot: Pilot[Any], kind: type[Any]) -> None:
 
 async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any) -> None:
     """What was measured is kept, and the Balance screen shows what is added."""
-    await asyncio.to_thread(_search, devices=PAIR)
+    await asyncio.to_thread(_search, devices=PAIR, budget_seconds=30.0)
     before = runs.list_runs()[0]
     app = app_of()
     async with app.run_test(size=(120, 36)) as pilot:
@@ -57,7 +57,7 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
         field.value = "soon"
         await pilot.press("enter")
         await until(pilot, lambda: "is not a time" in text(app, "#hint"), "what is wrong")
-        field.value = "30s"
+        field.value = "10s"
         await pilot.press("enter")
         await until(pilot, lambda: app.current_mode == "balance", "the search")
         assert app.balance.probes >= before.probes, "what is kept is counted from the first"
