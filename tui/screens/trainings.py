@@ -116,3 +116,10 @@ class RankPanel(ListPanel[RankRow]):
     def grid(self) -> Grid[RankRow]:
         """Their columns."""
         return rank_grid(self.rows)
+
+    def redraw(self) -> None:
+        """Draw the ranks; nothing without a training."""
+        if self.rows:
+            super().redraw()
+        else:
+            self.show(())
