@@ -168,7 +168,7 @@ class DevicePanel(ListPanel[PanelRow]):
         self.entitle(subtitle=f"every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """Their columns."""
+        """The table of these rows."""
         return device_grid(self.rows)
 
 
@@ -191,7 +191,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return identity(row.sample)
 
     def words_of(self, row: ProcessRow) -> str:
-        """What the filter looks at."""
+        """The words of a row that the filter looks at."""
         return process_words(row)
 
     def follow(self, snapshot: Snapshot) -> None:
@@ -203,5 +203,5 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self.take(process_rows(snapshot, [each for each, at in self._seen.values() if at != now]))
 
     def grid(self) -> Grid[ProcessRow]:
-        """Their columns."""
+        """The table of these rows."""
         return PROCESSES._replace(nothing="No process matches the filter." if self.words else self._nothing)

@@ -45,7 +45,7 @@ class RunPanel(SortedPanel[RunSummary]):
         return row.run
 
     def words_of(self, row: RunSummary) -> str:
-        """What the filter looks at."""
+        """The words of a row that the filter looks at."""
         return run_words(row)
 
     def take(self, found: Sequence[RunSummary]) -> None:
@@ -54,7 +54,7 @@ class RunPanel(SortedPanel[RunSummary]):
         super().take(found)
 
     def grid(self) -> Grid[RunSummary]:
-        """Their columns."""
+        """The table of these rows."""
         nothing = "No run matches." if self.words else "No runs yet: make one on the Balance screen, key 2."
         return run_grid(self.size.width)._replace(nothing=nothing)
 

@@ -91,7 +91,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:
-        """Their columns."""
+        """The table of these rows."""
         return training_grid(self.rows, self.size.width)
 
     def redraw(self) -> None:
@@ -114,7 +114,7 @@ class RankPanel(ListPanel[RankRow]):
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:
-        """Their columns."""
+        """The table of these rows."""
         return rank_grid(self.rows)
 
     def redraw(self) -> None:

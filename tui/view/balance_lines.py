@@ -12,7 +12,7 @@ from evener.shares.whole_rows import apportion
 
 from ..text.formatting import plain
 from ..text.summaries import layout_words, left_words, outcome_words, share_words
-from .cells import Line, Mark, Span, Tone, cut, device_fill, device_tone, line, pad, span_cells, text_lines, wrap
+from .cells import Line, Mark, Span, Tone, cut, device_pattern, device_tone, line, pad, span_cells, text_lines, wrap
 from .charts import bar
 
 DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
@@ -43,7 +43,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 def _shares_bar(shares: Sequence[int], width: int) -> Line:
     parts = apportion(width - 2, [float(share) for share in shares])
-    spans = (Span(device_fill(device) * part, device_tone(device)) for device, part in enumerate(parts))
+    spans = (Span(device_pattern(device) * part, device_tone(device)) for device, part in enumerate(parts))
     return Line((Span(" "), *spans))
 
 
@@ -68,7 +68,7 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
     share = layout.shares[device]
     part = f" ({percent(share / layout.global_batch, 0)})" if len(layout.shares) <= DETAILED_SHARES else ""
     return (
-        Span(f" {device_fill(device)} ", device_tone(device)),
+        Span(f" {device_pattern(device)} ", device_tone(device)),
         Span(f"{state.devices[device]} ", "strong"),
         Span(f"{share_words(layout, device)}{part} " if share else "left out ", "text" if share else "dim"),
     )

@@ -101,7 +101,7 @@ def device_tone(position: int) -> Tone:
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
-def device_fill(position: int) -> str:
+def device_pattern(position: int) -> str:
     """A device's filling in a bar."""
     return Mark.FILLS[position % len(Mark.FILLS)]
 

@@ -17,7 +17,7 @@ from evener.devices.types import DeviceSample
 
 from ..text.formatting import plain
 from ..text.summaries import share_words
-from .cells import Mark, Span, Tone, cells, cut, device_fill, device_tone, span_cells
+from .cells import Mark, Span, Tone, cells, cut, device_pattern, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
 from .table import Cell, Column, Grid
 
@@ -41,7 +41,7 @@ def _name(lane: Lane, width: int) -> tuple[Span, ...]:
     name = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
     room = width - cells(label) - 3
     return (
-        Span(f"{device_fill(lane.device)} ", device_tone(lane.device)),
+        Span(f"{device_pattern(lane.device)} ", device_tone(lane.device)),
         Span(label, "strong"),
         Span(f" {cut(plain(name), max(0, room))}" if room > 3 else "", "dim"),
     )

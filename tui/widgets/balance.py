@@ -37,7 +37,7 @@ class LanePanel(ListPanel[Lane]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[Lane]:
-        """Their columns."""
+        """The table of these rows."""
         return lane_grid(self.size.width, sampled=bool(self._samples))
 
     def take(self, state: SessionState | None = None, samples: Sequence[DeviceSample | None] | None = None) -> None:
