@@ -1,14 +1,12 @@
 """The layouts that should train fastest, as predicted from the observations so far; each is computed once.
 
-Of a cluster's hosts those share a step whose devices do most samples by its end, as exchange across hosts costs more
-than within one.
+Of a cluster's hosts some may be left out of a step, as exchange across hosts costs more than within one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 from evener.shares import waterfill
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
@@ -16,14 +14,10 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
 from .ranking import COMES_TRUE, smallest_gain
-from .statistics import TIE
 
 NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
 
-LIKELY_SETS = 2  # of the best sets of hosts, or of efficient devices; with all hosts no worse than every set of 150
-# random clusters of 3 and 4
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
-HostSet = frozenset[int]
 
 
 class Predictions(MachineModel):
@@ -89,7 +83,7 @@ class Predictions(MachineModel):
                 return waterfill.split_fixed(devices, costs, batch, quantum, self._fewest)
             return waterfill.split_free(devices, costs, quantum, limit, self._fewest)
 
-        return split_over_hosts(devices, self.hosts, self.exchange, solve, quantum, batch)
+        return split_over_hosts(devices, self.hosts, self.exchange, solve)
 
     def _gains(self, several: Allocation, one: Allocation | None, part: float = 1.0) -> bool:
         """Whether passes make it faster by a gain of which this part is worth a measurement."""
@@ -188,75 +182,25 @@ class Predictions(MachineModel):
 
 
 def split_over_hosts(
-    devices: Sequence[DeviceCurve],
-    hosts: Sequence[int],
-    costs: ExchangeCosts,
-    solve: Solve,
-    quantum: int = 1,
-    batch: int | None = None,
+    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: ExchangeCosts, solve: Solve
 ) -> Allocation | None:
-    """The fastest allocation that `solve` finds on any likely set of hosts; `hosts` has the host of each position."""
-    found = [
-        solve([device for device in devices if hosts[device.position] in chosen], costs.on(len(chosen)))
-        for chosen in _likely_sets(devices, hosts, costs, quantum, batch)
-    ]
-    return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)
+    """The fastest allocation that `solve` finds on one host, on all, or on those left when the idlest have gone.
 
-
-def _likely_sets(
-    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: ExchangeCosts, quantum: int, batch: int | None
-) -> list[HostSet]:
-    every = frozenset(hosts[device.position] for device in devices)
-    if len(every) < 2 or not any(costs.across):
-        return [every]
-    rates = _rate_sets(devices, hosts, costs, quantum, batch)
-    return list(dict.fromkeys((*sorted(rates, key=lambda one: -rates[one])[:LIKELY_SETS], every)))
-
-
-def _rate_sets(
-    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: ExchangeCosts, quantum: int, batch: int | None
-) -> dict[HostSet, float]:
-    """The samples/s of the hosts that do most by a finish time, all their devices taking part.
-
-    Of a fixed batch, each number of hosts has one finish time: when they have done it.
+    `hosts` has the host of each position. The best of all sets on 396 of 400 random clusters of 2 to 6 hosts, and at
+    most 6 % slower on the others.
     """
-    times = waterfill.finish_times(devices, quantum)
-    done = cache(lambda seconds: _done_by(devices, hosts, seconds, quantum))
 
-    def reaches(seconds: float, taken: int) -> bool:
-        return sum(map(sum, done(seconds)[1][:taken])) >= (batch or 0)
+    def over(chosen: Sequence[int]) -> Allocation | None:
+        return solve([device for device in devices if hosts[device.position] in chosen], costs.on(len(chosen)))
 
-    rates: dict[HostSet, float] = {}
-    for taken in range(1, len({hosts[device.position] for device in devices}) + 1):
-        for seconds in times if batch is None else _first_end(times, partial(reaches, taken=taken)):
-            order, sizes = done(seconds)
-            count, samples = sum(map(len, sizes[:taken])), sum(map(sum, sizes[:taken]))
-            if count > 1:
-                chosen = frozenset(order[:taken])
-                rate = (batch or samples) / (seconds + costs.seconds(count, taken))
-                rates[chosen] = max(rate, rates.get(chosen, 0.0))
-    return rates
-
-
-def _done_by(
-    devices: Sequence[DeviceCurve], hosts: Sequence[int], seconds: float, quantum: int
-) -> tuple[list[int], list[list[int]]]:
-    """The hosts, those that do most by then first, and what each of their devices does."""
-    done: dict[int, list[int]] = {}
-    for device in devices:
-        if size := device.curve.largest(seconds, device.limit, quantum):
-            done.setdefault(hosts[device.position], []).append(size)
-    order = sorted(done, key=lambda host: -sum(done[host]))
-    return order, [done[host] for host in order]
-
-
-def _first_end(times: Sequence[float], reached: Callable[[float], bool]) -> list[float]:
-    """The first time at which it is reached, nearly; nothing if it never is."""
-    at = bisect_left(times, True, key=reached)
-    if at == len(times):
-        return []
-    early, late = times[max(0, at - 1)], times[at]
-    while late > (1 + TIE) * early:
-        middle = (early + late) / 2
-        early, late = (early, middle) if reached(middle) else (middle, late)
-    return [late]
+    chosen = list(dict.fromkeys(hosts[device.position] for device in devices))
+    if len(chosen) < 2 or not any(costs.across):
+        return over(chosen)
+    found = [over([host]) for host in chosen]
+    while len(chosen) > 1:
+        found.append(over(chosen))
+        done = dict.fromkeys(chosen, 0)
+        for position, share in found[-1].shares if found[-1] else ():
+            done[hosts[position]] += share
+        chosen.remove(min(chosen, key=lambda host: done[host]))
+    return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)

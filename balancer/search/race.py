@@ -13,6 +13,7 @@ from functools import cached_property
 
 import msgspec
 
+from ..families import family_of
 from ..types import Layout, Probe, Result, Stage, Timed
 from .candidates import Candidates
 from .layouts import Candidate
@@ -28,23 +29,17 @@ class Race(Candidates):
         """The next measurement; empty when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
-        probe = probe or self._once_more() or self._next_turn(self.running, "race")
-        probe = probe or self._next_turn(self._knob_rivals, "knobs")
+        probe = probe or self._next_turn(self.running, "race") or self._next_turn(self._knob_rivals, "knobs")
         return (probe,) if probe else ()
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Another turn of the chosen layout and of the best other one, while the budget has time for one."""
         if self._problem.budget_seconds is None:
             return ()
-        stage: Stage = "knobs" if chosen.knobs else "race"
-        others = [one.candidate.layout for one in self._without_knobs if one.candidate.layout != chosen]
-        turns = {one: self.seen.turns_taken(one, stage) for one in [chosen, *others[: not chosen.knobs]]}
-        last = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
-        due = [layout for layout, taken in turns.items() if last not in taken]
-        turn, layout = (last, due[0]) if due else (last + 1, chosen)
-        if not self._budget.affords(layout, stage, turn=turn):
-            return ()
-        return (Probe(layout, stage, self._budget.probe_seconds(layout, stage, 1), turn),)
+        others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
+        best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
+        probe = self._next_turn(best, "knobs" if chosen.knobs else "race", settled=True)
+        return (probe,) if probe else ()
 
     def check(self, best: Result) -> tuple[Probe, ...]:
         """The chosen layout once more, and again while its figure is rough; None where nothing else was measured."""
@@ -120,16 +115,6 @@ class Race(Candidates):
         best = max((throughput(turns).value for turns in self.turns.values() if turns), default=0.0)
         return layout.global_batch * layout.processes / best if best else None
 
-    def _once_more(self) -> Probe | None:
-        """A layout again of which a device was held back the only time that it was measured."""
-        for layout, turns in self.turns.items():
-            if len(turns) != 1 or not all(one.held_back() for one in turns.values()):
-                continue
-            turn = max(self.seen.turns_taken(layout, "race")) + 1
-            if self._budget.affords(layout, "race", turn=turn, reserved=self._budget.least_seconds(layout)):
-                return Probe(layout, "race", self._budget.probe_seconds(layout, "race", len(self.turns)), turn)
-        return None
-
     def _priority(self, one: Candidate) -> tuple[bool, float]:
         """The most expected samples/s for each second of the probe come first; a family's extra candidates last."""
         expected = max(self.expected_rate(one), LEAST_RATE)
@@ -149,12 +134,13 @@ class Race(Candidates):
 
     # ------------------------------------------------------------------ later turns
 
-    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage) -> Probe | None:
-        """The next rival of the open turn, or of a new one."""
+    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False) -> Probe | None:
+        """The next rival of the open turn, or of a new one; all of them take part if it is `settled` who won."""
         turns = {one.layout: self.seen.turns_taken(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
         for turn in (now, now + 1):
-            due = [one.layout for one in self._running_in(rivals, stage, turn) if turn not in turns[one.layout]]
+            running = rivals if settled else self._running_in(rivals, stage, turn)
+            due = [one.layout for one in running if turn not in turns[one.layout]]
             if due:
                 break
         else:
@@ -179,6 +165,8 @@ class Race(Candidates):
             for one in rivals
         }
         ran = [one for one in rivals if turns[one.layout]]
+        if once_held := [one for one in ran if _held_once(turns[one.layout])]:
+            return once_held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
         return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
@@ -204,3 +192,8 @@ class Race(Candidates):
     def _knobs_seconds(self) -> float:
         """The least seconds that one turn of the winner with each knob should take."""
         return self._budget.total_seconds(one.layout for one in self._knob_rivals)
+
+
+def _held_once(turns: Turns) -> bool:
+    """True of a layout of which a device was held back the only time that it was measured."""
+    return len(turns) == 1 and all(one.held_back() for one in turns.values())
