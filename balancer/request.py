@@ -11,7 +11,7 @@ import msgspec
 from evener.devices.machine import Machine
 from evener.devices.registry import is_simulated
 from evener.devices.types import Device
-from evener.learning.noise_scale import NoiseScale
+from evener.training.noise_scale import NoiseScale
 
 from .objectives import SPEED, find_objective
 from .search.layouts import LayoutOptions

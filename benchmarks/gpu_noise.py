@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu_steps import WORDS, Decoder
-from evener.learning.noise_scale import EVERY
 from evener.torch_split.exchange import Exchange
 from evener.torch_split.noise import NoiseSampler, PassNoise, RankNoise
 from evener.torch_split.wrapped import wrap_module
+from evener.training.noise_scale import EVERY
 from tests.support.torch_start import free_port
 
 STEPS = 16

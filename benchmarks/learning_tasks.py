@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evener.learning.noise_scale import NoiseScale, NoiseWindow, separate
 from evener.shares.whole_rows import apportion
+from evener.training.noise_scale import NoiseScale, NoiseWindow, separate
 
 CONTEXT, WIDTH, WORDS = 16, 32, 64
 LOOKED_AT = 512  # rows whose loss must reach the target

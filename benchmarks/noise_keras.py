@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from evener.learning.noise_scale import NoiseWindow
 from evener.plan.file import Share, make_layout
+from evener.training.noise_scale import NoiseWindow
 from tests.support.keras_start import make_configs
 from tests.support.launched_plan import make_plan
 from tests.support.rank_server import RankServer

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks import learning_tasks as tasks
-from evener.learning.noise_scale import NoiseScale, NoiseWindow, separate
+from evener.training.noise_scale import NoiseScale, NoiseWindow, separate
 
 
 def measure(name: str) -> tuple[NoiseScale | None, NoiseScale | None]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from evener.learning.noise_scale import BLOCK, NoiseScale, NoiseWindow, Sample, separate
+from evener.training.noise_scale import BLOCK, NoiseScale, NoiseWindow, Sample, separate
 from tests.support import torch_noise_programs as programs
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 

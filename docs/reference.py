@@ -26,7 +26,7 @@ FILES = (  # heading, what it is, the module, its structs
      " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`.", "evener/live/files.py",
      ("LiveRecord", "LiveDevice", "ShareChange")),
     ("Noise scale", "The key `noise` of a live file, and `scale` of a training's journal.",
-     "evener/learning/noise_scale.py", ("NoiseScale",)),
+     "evener/training/noise_scale.py", ("NoiseScale",)),
     ("Journal of a search", "`journal.jsonl` of a run: JSON lines, which `entry` names. The first is a header.",
      "balancer/journal.py",
      ("Header", "AskedEntry", "ObservationEntry", "FactsEntry", "EndedEntry", "FailedEntry")),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from evener.learning.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
+from evener.training.noise_scale import ENDLESS, NoiseScale, extra_rows, rate_gain, worth
 
 from ..request import Job
 from ..types import Finding, Layout, Result, Said

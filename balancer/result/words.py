@@ -16,8 +16,8 @@ import msgspec
 from evener.devices.terms import write_limit
 from evener.devices.types import Limit
 from evener.errors import EvenerError, RequestError
-from evener.learning.noise_scale import NoiseScale, write_scale
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
+from evener.training.noise_scale import NoiseScale, write_scale
 
 from ..families import FAMILIES, MODES
 from ..number_format import (

@@ -17,9 +17,9 @@ import keras
 import tensorflow as tf
 
 from ..errors import RequestError
-from ..learning.noise_scale import EVERY, NoiseScale, NoiseWindow, Sample
 from ..plan.file import Share
 from ..training.launched import find_host, launched_device
+from ..training.noise_scale import EVERY, NoiseScale, NoiseWindow, Sample
 from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
 from .divisions import divide_sums

@@ -11,12 +11,12 @@ import keras
 import tensorflow as tf
 
 from ..errors import PlanError, RequestError
-from ..learning.noise_scale import NoiseScale
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
 from ..shares.whole_rows import batch_in_one_pass, is_ratio, largest_pass
 from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
+from ..training.noise_scale import NoiseScale
 from . import tf_devices
 from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths

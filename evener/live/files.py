@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..learning.noise_scale import NoiseScale
 from ..system.files import make_private
+from ..training.noise_scale import NoiseScale
 
 LARGEST_FILE_BYTES = 64 << 10
 LONGEST_TEXT = 200

@@ -17,9 +17,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..errors import RequestError
-from ..learning.noise_scale import NoiseScale
 from ..system.files import new_run_id, runs_folder, trusted_folder
 from ..training.launched import launched_run, restart_reason
+from ..training.noise_scale import NoiseScale
 from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
 
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch

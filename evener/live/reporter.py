@@ -21,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import RequestError
-from ..learning.noise_scale import NoiseScale
 from ..plan.file import Share
+from ..training.noise_scale import NoiseScale
 from .files import (
     MOST_CHANGES,
     MOST_DEVICES,

@@ -16,9 +16,9 @@ from evener.balancer.result.learning import find_learning
 from evener.balancer.result.words import say
 from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path, load_noise
-from evener.learning.noise_scale import NoiseScale, rate_gain, worth
 from evener.live.journal import TRAINING_JOURNAL, NoiseEntry, StartEntry
 from evener.system.files import runs_folder
+from evener.training.noise_scale import NoiseScale, rate_gain, worth
 from evener.tui.cli.main import run
 from evener.tui.text.parsing import make_request
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.learning.noise_scale import BLOCK, ENDLESS, NoiseWindow, Sample, describe, extra_rows, separate, worth
+from evener.training.noise_scale import BLOCK, ENDLESS, NoiseWindow, Sample, describe, extra_rows, separate, worth
 
 SHARES = ((1, 1), (6, 2), (5, 2, 1), (820, 568, 64, 8))
 sizes = st.lists(st.integers(0, 4), min_size=2, max_size=3).filter(

@@ -11,7 +11,7 @@ import numpy as np
 
 from evener.keras_split import Split
 from evener.keras_split.group import GroupNoise
-from evener.learning.noise_scale import NoiseWindow, separate
+from evener.training.noise_scale import NoiseWindow, separate
 from tests.support.keras_twice import digest, seeded
 
 ROWS, BATCH = 515, 8

@@ -18,10 +18,10 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from torch.utils.data import TensorDataset
 
 from evener.errors import RequestError
-from evener.learning.noise_scale import NoiseWindow, Sample, separate
 from evener.plan.file import make_layout
 from evener.shares.whole_rows import split_passes
 from evener.torch_split import Split
+from evener.training.noise_scale import NoiseWindow, Sample, separate
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard
 from tests.support.torch_ranks import example_plan
@@ -115,13 +115,13 @@ def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS, window: No
     case = dict(case)
     accumulate, changes = case.pop("accumulate", 1), case.pop("changes", False)
     split = make_split(**case, noise=True, rebalance=changes)
-    noise = split._planned.noise
+    noise = split.noise
     assert noise is not None
     noise.window, noise.every = window or NoiseWindow(1), every
     model = split.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     if changes:
-        rotate_shares(split._planned.rebalancing)
+        rotate_shares(split.rebalancing)
     loader = split.loader(data(), drop_last=True)
     batches = chain.from_iterable(repeat(loader))
     for done, batch in enumerate(islice(batches, steps), 1):
@@ -131,7 +131,7 @@ def measure(case: dict[str, Any], every: int = 1, steps: int = STEPS, window: No
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # once it is summed
             optimizer.step()
             optimizer.zero_grad()
-    assert not changes or split.shares != case["shares"] or split._planned.reporter.changes
+    assert not changes or split.shares != case["shares"] or split.reporter.changes
     return msgspec.to_builtins(split.noise_scale), noise.describe()
 
 
@@ -173,7 +173,7 @@ def compare_samples(case: dict[str, Any]) -> list[tuple[Sample, Sample]]:
     """The samples of some steps of one process beside those of each pass's own gradient."""
     torch.manual_seed(0)
     split, expected, recorder = make_split(**options_of(case), noise=True), list[Sample](), Recorder()
-    noise, model, count = split._planned.noise, KINDS[case.get("kind", "dense")](), case.get("accumulate", 1)
+    noise, model, count = split.noise, KINDS[case.get("kind", "dense")](), case.get("accumulate", 1)
     assert noise is not None
     noise.window, noise.every = recorder, 1
     bare, parts = copy.deepcopy(model), list[tuple[int, torch.Tensor]]()

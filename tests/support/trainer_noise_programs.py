@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
-from evener.learning.noise_scale import NoiseWindow
 from evener.torch_split import Split
+from evener.training.noise_scale import NoiseWindow
 from tests.support.torch_noise_programs import data, network
 
 SHARES = (40, 24)
@@ -99,7 +99,7 @@ def train_accelerate(noise: bool) -> Learned:
     from accelerate import Accelerator
 
     split = Split(ratios=SHARES, global_batch=sum(SHARES), noise=noise)
-    set_up(split._planned.noise)
+    set_up(split.noise)
     torch.manual_seed(0)
     loader, model = split.loader(data()), split.wrap(Accelerator(cpu=True).prepare(network()))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -130,7 +130,7 @@ def train_lightning(accumulated: int, steps: int, rate: float = 0.0, noise: bool
             return torch.optim.SGD(self.parameters(), rate)
 
     split = Split(ratios=SHARES, global_batch=sum(SHARES), noise=noise)
-    set_up(split._planned.noise)
+    set_up(split.noise)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=split.world,

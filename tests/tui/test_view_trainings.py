@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.devices.types import LOST, Device, DeviceSample, Snapshot, value
-from evener.learning.noise_scale import ENDLESS, NoiseScale
 from evener.live.files import LiveDevice, ShareChange, Training
+from evener.training.noise_scale import ENDLESS, NoiseScale
 from evener.tui.cli.monitor import snapshot_document, snapshot_text
 from evener.tui.view.cells import cells
 from evener.tui.view.charts import work_bar

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evener.errors import RequestError
-from evener.learning.noise_scale import NoiseWindow
+from evener.training.noise_scale import NoiseWindow
 from evener.workloads.protocol import Place
 from tests.support.frameworks import skip_without
 

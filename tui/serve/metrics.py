@@ -18,8 +18,8 @@ from evener.devices.network import Address, is_loopback, parse_address
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, DeviceSample, Snapshot, State
 from evener.errors import RequestError, as_request_error
-from evener.learning.noise_scale import ENDLESS
 from evener.live.files import LiveDevice, Training, clean
+from evener.training.noise_scale import ENDLESS
 
 try:
     from prometheus_client import CollectorRegistry, make_wsgi_app

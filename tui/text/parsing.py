@@ -19,7 +19,7 @@ from evener.devices.registry import find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import RequestError
-from evener.learning.noise_scale import ENDLESS, NoiseScale
+from evener.training.noise_scale import ENDLESS, NoiseScale
 
 REQUEST_HELP = {
     "devices": "auto, gpu, gpu:0,2, cpu, cpu/N (N slices), ray (every host of a Ray cluster), ray:HOST/gpu:0 or"

@@ -12,7 +12,6 @@ from evener.balancer.result.rivals import is_certain, write_gain
 from evener.balancer.session_state import SUM, RivalRate, SessionState, advance, plan_rate, plan_rivals, seconds_left
 from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Said, Timed
 from evener.devices.registry import is_simulated
-from evener.learning.noise_scale import describe
 from evener.live.journal import (
     ChangeEntry,
     EndEntry,
@@ -23,6 +22,7 @@ from evener.live.journal import (
     TrainingRecord,
 )
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX, Evidence, Plan, Throughput
+from evener.training.noise_scale import describe
 
 from .formatting import Table, align, energy_cells, folded, plain
 

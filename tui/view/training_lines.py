@@ -8,8 +8,8 @@ from typing import Any
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
 from evener.devices.types import DeviceSample
-from evener.learning.noise_scale import NoiseScale, describe, write_scale
 from evener.live.files import ShareChange
+from evener.training.noise_scale import NoiseScale, describe, write_scale
 
 from ..text.formatting import plain
 from .cells import Line, Mark, Span, Tone, cells, cut, text_lines

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.devices.types import Snapshot
-from evener.learning.noise_scale import NoiseScale
 from evener.live.files import ShareChange, Training
 from evener.plan.layout import is_curve
 from evener.plan.solver import join_curves, proportional_curves
 from evener.shares.curves import Curve
+from evener.training.noise_scale import NoiseScale
 from evener.training.rebalance import Advice, advise
 
 from .ranks import MEDIAN_ERROR, Cause, Placed, RankPlace, RankRow, find_causes, place_ranks

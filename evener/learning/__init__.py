@@ -1,1 +1,0 @@
-"""Arithmetic of what a batch is worth in learning."""
