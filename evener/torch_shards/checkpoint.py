@@ -10,10 +10,11 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ..errors import RequestError
 from ..system.files import write_atomically
 from ..torch_split.collectives import own_collectives
 from .flat import Flat
-from .optimizers import find
+from .make import find
 from .sharded import Sharded
 
 INDEX = "model.safetensors.index.json"  # as transformers calls it
@@ -57,7 +58,9 @@ def model_state(model: Any) -> Tensors:
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
     """On rank 0 the optimizer's whole state, as its `state_dict` has it for the whole model."""
-    sharded = _sharded_of(optimizer)
+    sharded = find(optimizer)
+    if sharded is None:
+        raise RequestError("The optimizer has no sharded model's parameters.", "Use its own state_dict.")
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     counters = {name: torch.tensor(value) for name, value in _counters(sharded, optimizer).items()}
     state: dict[int, Any] = {}
@@ -65,11 +68,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
         for name, tensor in tensors.items():
             parameter, _, kind = name.rpartition("/")
             state.setdefault(numbers[parameter], {})[kind] = tensor
-    groups, first = [], 0
-    for group in _groups(optimizer):
-        groups.append({**group, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    return {"state": state, "param_groups": groups} if sharded.place.rank == 0 else {}
+    return {"state": state, "param_groups": _number(_groups(optimizer))} if sharded.place.rank == 0 else {}
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
@@ -106,7 +105,8 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
         for kind in dict.fromkeys(kinds):
             values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
             values = {slot: value for slot, value in values.items() if _is_shard(value)}
-            shard = torch.zeros(flat.stop - flat.start, dtype=_dtype(values), device=flat.shard.device)
+            dtype = next(iter(values.values())).dtype
+            shard = torch.zeros(flat.stop - flat.start, dtype=dtype, device=flat.shard.device)
             for slot, value in values.items():
                 low, high = flat.range_of(slot)
                 shard[low:high].copy_(value)
@@ -128,17 +128,6 @@ def _is_shard(value: Any) -> bool:
     return bool(torch.is_tensor(value) and value.ndim == 1)
 
 
-def _dtype(values: Mapping[Any, torch.Tensor]) -> Any:
-    return next(value.dtype for value in values.values())
-
-
-def _sharded_of(optimizer: Any) -> Sharded:
-    sharded = find(optimizer)
-    if sharded is None:
-        raise RequestError("The optimizer has no sharded model's parameters.", "Use its own state_dict.")
-    return sharded
-
-
 def _names(sharded: Sharded, optimizer: Any) -> list[str]:
     """The names of the optimizer's parameters, in its order."""
     names = {id(slot.piece): slot.names[0] for slot in sharded.slots}
@@ -146,11 +135,18 @@ def _names(sharded: Sharded, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The optimizer's groups, with numbers in place of tensors."""
+    """The optimizer's groups, with numbers in place of tensors, and of parameters their number."""
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
+        | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
+
+
+def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with their parameters numbered, as an optimizer's `state_dict` has them."""
+    numbers = count()
+    return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
 
 
 # ---------------------------------------------------------------------- a folder
@@ -169,10 +165,11 @@ def save(folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extr
     writer.write("model", _buffers(model))
     for state in _states(sharded, optimizer) if optimizer is not None else ():
         writer.write("optimizer", state)
-    groups = [] if optimizer is None else [{**each, "params": len(each["params"])} for each in _groups(optimizer)]
-    names = [] if optimizer is None else _names(sharded, optimizer)
-    counters = {} if optimizer is None else _counters(sharded, optimizer)
-    writer.run(lambda: writer.close({"groups": groups, "names": names, "counters": counters, "extra": extra}))
+    rest: dict[str, Any] = {"groups": [], "names": [], "counters": {}, "extra": extra}
+    if optimizer is not None:
+        rest["groups"], rest["names"] = _groups(optimizer), _names(sharded, optimizer)
+        rest["counters"] = _counters(sharded, optimizer)
+    writer.run(lambda: writer.close(rest))
     _agree(writer.fault, "Free some space, or name another folder: the old checkpoint is whole.")
 
 
@@ -236,13 +233,21 @@ def _safetensors() -> Any:
         raise RequestError("Checkpoints need safetensors.", "Install it: pip install safetensors.") from None
 
 
-def _agree(fault: str, remedy: str) -> None:
-    """RequestError on every rank if rank 0 has found a fault."""
-    agreed = [fault]
+Value = TypeVar("Value")
+
+
+def _from_first(own: Value) -> Value:
+    """The value that rank 0 has."""
+    agreed = [own]
     with own_collectives():
         dist.broadcast_object_list(agreed, 0)
-    if agreed[0]:
-        raise RequestError(agreed[0], remedy)
+    return agreed[0]
+
+
+def _agree(fault: str, remedy: str) -> None:
+    """RequestError on every rank if rank 0 has found a fault."""
+    if found := _from_first(fault):
+        raise RequestError(found, remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
@@ -283,11 +288,7 @@ def _read_optimizer(reader: _Reader, sharded: Sharded, optimizer: Any, own: dict
                 if f"{slot.names[0]}/{kind}" in own["optimizer"]:
                     low, high = flat.range_of(slot)
                     state.setdefault(numbers[slot.names[0]], {})[kind] = shard[low:high].clone()
-    groups, first = [], 0
-    for group in own["groups"]:
-        groups.append({**group, "params": list(range(first, first + group["params"]))})
-        first += group["params"]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _number(own["groups"])}
 
 
 class _Reader:
@@ -307,10 +308,7 @@ class _Reader:
             except Exception as error:
                 fault = f"The checkpoint {self._folder} can't be loaded: {str(error).rstrip('.')}."
         _agree(fault, "Name a folder that split.save has written for this model.")
-        agreed = [own]
-        with own_collectives():
-            dist.broadcast_object_list(agreed, 0)
-        return agreed[0]
+        return _from_first(own)
 
     def _open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
         index = json.loads((self._folder / INDEX).read_bytes())
@@ -333,7 +331,7 @@ class _Reader:
                 raise RequestError("its optimizer has other parameters or groups", "Make the same optimizer.")
         return own
 
-    def _find(self, names: tuple[str, ...]) -> str:
+    def _find(self, names: Sequence[str]) -> str:
         found = next((name for name in names if name in self._maps), None)
         if found is None:
             raise RequestError(f"it has no {names[0]}", "Load it where it fits.")
@@ -356,17 +354,10 @@ class _Reader:
             dist.broadcast(whole, 0)
         return whole[flat.start : flat.stop]
 
-    def read_values(self, names: list[str]) -> dict[str, Any]:
-        """Small tensors by name, on every rank."""
-        found = {name: self._get(name) for name in names if name in self._maps}
-        agreed = [found]
-        with own_collectives():
-            dist.broadcast_object_list(agreed, 0)
-        return agreed[0]
-
     def read_buffers(self, model: Any) -> None:
         """Fill the model's buffers."""
-        for name, tensor in self.read_values(list(_buffers(model))).items():
+        found = {name: self._get(name) for name in _buffers(model) if name in self._maps}
+        for name, tensor in _from_first(found).items():
             if tensor is not None:
                 model.get_buffer(name).copy_(tensor)
 

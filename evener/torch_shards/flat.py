@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -39,12 +39,14 @@ def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
 
 
 class Slot:
-    """A parameter in a flat: its names in the model, one in each place, its whole tensor, and this rank's piece."""
+    """A parameter: its names in the model, one in each place, its whole tensor in a flat, and this rank's piece."""
 
-    __slots__ = ("before", "fired", "kept", "names", "owners", "piece", "received", "shape", "start", "view", "whole")
-
-    def __init__(self, names: Sequence[str], owners: Sequence[tuple[Any, str]], shape: torch.Size, start: int) -> None:
-        self.names, self.owners, self.shape, self.start = tuple(names), tuple(owners), shape, start
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.shape = tensor, tensor.shape  # as it was made, until it is cut
+        self.names: list[str] = []
+        self.owners: list[tuple[Any, str]] = []  # the modules that have it, and its name in each
+        self.units: set[str] = set()
+        self.start = 0  # in the flat
         self.piece: Any = None  # a Parameter of one dimension, which the optimizer trains; it may be empty
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
@@ -74,17 +76,20 @@ class Slot:
 class Flat:
     """The parameters of one type in a unit; the ledger `held` counts their bytes."""
 
-    def __init__(self, place: ShardPlace, slots: list[Slot], tensors: Sequence[Any], dtype: Any, held: Any) -> None:
-        first = tensors[0]
+    def __init__(self, place: ShardPlace, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
+        first = slots[0].tensor
         self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
-        self.elements = sum(slot.numel for slot in slots)
+        self.elements = 0
+        for slot in slots:
+            slot.start = self.elements
+            self.elements += slot.numel
         self.cuts = cut(self.elements, place.parts)
         self.rank = place.rank
         self.start, self.stop = self.cuts[place.rank]
         length = self.cuts[-1][1]
         filled = torch.zeros(length, dtype=first.dtype, device=place.device)
         if first.device.type != "meta":
-            self._copy_whole(filled, tensors)
+            self._copy_whole(filled)
         self.shard = filled[self.start : self.stop].clone()
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
@@ -92,25 +97,23 @@ class Flat:
         self._grad_shard: torch.Tensor | None = None
         self._work: list[Any] = []
         for slot in slots:
-            self._make_parameters(slot)
+            low, high = self.range_of(slot)
+            whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
+            slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
+            slot.piece = torch.nn.Parameter(self.shard[low:high], requires_grad=self.trainable)
+            slot.point_to(slot.piece)
+            slot.tensor = None
         held.add("shards", _size(self.shard))
         self.whole.untyped_storage().resize_(0)
 
-    def _copy_whole(self, filled: torch.Tensor, tensors: Sequence[Any]) -> None:
+    def _copy_whole(self, filled: torch.Tensor) -> None:
         with torch.no_grad():
-            for slot, tensor in zip(self.slots, tensors, strict=True):
-                filled[slot.start : slot.start + slot.numel].copy_(tensor.detach().reshape(-1))
+            for slot in self.slots:
+                filled[slot.start : slot.start + slot.numel].copy_(slot.tensor.detach().reshape(-1))
         if self._place.alone:
             return
         with own_collectives():
             dist.broadcast(filled, 0)
-
-    def _make_parameters(self, slot: Slot) -> None:
-        low, high = self.range_of(slot)
-        whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
-        slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
-        slot.piece = torch.nn.Parameter(self.shard[low:high], requires_grad=self.trainable)
-        slot.point_to(slot.piece)
 
     def range_of(self, slot: Slot) -> tuple[int, int]:
         """The range of this rank's shard that is of a parameter."""
@@ -153,16 +156,21 @@ class Flat:
 
     # ------------------------------------------------------------------ gradients
 
-    def take(self, slot: Slot, weight: float) -> None:
-        """Take the gradient that a backward pass left at a whole parameter, times `weight`."""
-        self.receive()  # of an earlier use of the unit
+    def _open(self) -> torch.Tensor:
+        """The gradients of all its parameters so far; a sum of those of an earlier use of the unit is over then."""
+        self.receive()
         if self._grads is None:
             self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
             self.held.add("gathered", _size(self._grads))
+        return self._grads
+
+    def take(self, slot: Slot, weight: float) -> None:
+        """Take the gradient that a backward pass left at a whole parameter, times `weight`."""
+        gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # else it may be infinite
             with torch.no_grad():
-                self._grads[slot.start : slot.start + slot.numel].add_(gradient.reshape(-1), alpha=weight)
+                gradients[slot.start : slot.start + slot.numel].add_(gradient.reshape(-1), alpha=weight)
         slot.fired = True
 
     def keep(self) -> None:
@@ -177,22 +185,19 @@ class Flat:
 
     def send(self, weight: float) -> None:
         """Begin to sum the gradients over the ranks, this rank's times `weight`; each rank gets those of its shard."""
-        self.receive()
-        if self._grads is None:
-            self._grads = torch.zeros(self.cuts[-1][1], dtype=self.shard.dtype, device=self.shard.device)
-            self.held.add("gathered", _size(self._grads))
+        gradients = self._open()
         with torch.no_grad(), own_collectives():
             if weight == 0.0:
-                self._grads.zero_()  # keeps infinities out
+                gradients.zero_()  # keeps infinities out
             elif weight != 1.0:
-                self._grads.mul_(weight)
-            parts = [self._grads[a:b] for a, b in self.cuts]
+                gradients.mul_(weight)
+            parts = [gradients[a:b] for a, b in self.cuts]
             if self._place.alone:
-                self._work = [AloneSum()]
+                self._work = [_ALONE]
             elif not self._place.on_nccl:
                 self._work = [dist.reduce(part, i, async_op=True) for i, part in enumerate(parts) if len(part)]
             elif self._is_even():
-                self._work = [dist.reduce_scatter_tensor(parts[self._place.rank], self._grads, async_op=True)]
+                self._work = [dist.reduce_scatter_tensor(parts[self._place.rank], gradients, async_op=True)]
             else:
                 self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
 
@@ -254,20 +259,8 @@ class Flat:
             slot.received = slot.before = slot.fired = False
 
 
-class AloneSum:
-    """A sum of one rank."""
-
-    def wait(self) -> None:
-        """Return at once."""
+_ALONE = SimpleNamespace(wait=lambda: None)  # the sum of one rank
 
 
 def _size(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
-
-
-def starts(shapes: Sequence[torch.Size]) -> list[int]:
-    """The places at which parameters of these shapes begin in a flat."""
-    ends = [0]
-    for shape in shapes:
-        ends.append(ends[-1] + int(shape.numel()))
-    return [start for start, _ in pairwise(ends)]

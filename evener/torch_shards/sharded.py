@@ -17,15 +17,12 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..torch_rows.structure import each_tensor, tensors_in
-from ..torch_split.collectives import own_collectives
+from ..torch_split.collectives import own_collectives, spread
+from ..torch_split.exchange import ignore
 from .flat import ShardPlace, Slot
 from .unit import Ledger, Unit, find_parameters
 
 _SIMPLE = (type(None), Number, str, bytes, type, torch.dtype, torch.device)  # outputs without tensors
-
-
-def _nothing(*_: Any) -> None:
-    """Nobody listens."""
 
 
 class Sharded:
@@ -45,9 +42,9 @@ class Sharded:
         self.root, self.units = made[0], made[1:]
         self.slots = [slot for unit in made for slot in unit.slots]
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
-        self.weight, self.ran, self.noise, self._alone = 1.0, False, None, False
-        self.begun: Callable[[Any, Any], None] = _nothing
-        self.done: Callable[[], None] = _nothing
+        self.weight, self.ran, self.noise, self.alone = 1.0, False, None, False
+        self.begun: Callable[[Any, Any], None] = ignore
+        self.done: Callable[[], None] = ignore
         self._dtype = dtype
         self.keeps = keeps
         self._sums = True  # the backward pass of the last forward pass ends with a sum
@@ -192,16 +189,12 @@ class Sharded:
 
     def end_backward(self, unit: Unit) -> None:
         """All gradients of a unit are there: they are summed, and it is freed."""
-        self._send(unit)
+        if unit.unsent:
+            if self._sending is not None:
+                self._sending.receive()
+            unit.send(1.0 if self.keeps else self.weight)
+            self._sending = unit
         unit.free()
-
-    def _send(self, unit: Unit) -> None:
-        if not unit.unsent:
-            return
-        if self._sending is not None:
-            self._sending.receive()
-        unit.send(1.0 if self.keeps else self.weight)
-        self._sending = unit
 
     def accumulated(self, unit: Unit) -> None:
         """A gradient of a unit was taken."""
@@ -216,8 +209,7 @@ class Sharded:
             return
         self.waits = False
         for unit in [*self.units, self.root]:
-            self._send(unit)
-            unit.free()
+            self.end_backward(unit)
         if self._sending is not None:
             self._sending.receive()
         self._sending = self._task = self._passing = None
@@ -258,10 +250,9 @@ class Sharded:
 
     def _spread_buffers(self) -> None:
         """Copy the first rank's buffers to every rank; the model may have other ones than before."""
-        buffers = [each.detach() for each in self.root.module.buffers()]
-        if buffers and not self.place.alone:
+        if not self.place.alone:
             with own_collectives():
-                dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 << 20, 0)
+                spread(list(self.root.module.buffers()))
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError("A sharded model can't be copied.", "Copy it before split.shard, or use split.model_state.")
@@ -283,9 +274,11 @@ class UnitHooks:
         unit, sharded = self._unit, self._sharded
         sharded.begin_forward(unit)
         arguments, keywords = sharded.cast(unit, (arguments, keywords))
-        if torch.is_grad_enabled() and unit is not sharded.root:
-            arguments, keywords = _mark_end(sharded, unit, (arguments, keywords))
-        return arguments, keywords
+        tensors = [each for each in tensors_in((arguments, keywords)) if each.requires_grad]
+        if not tensors or not torch.is_grad_enabled() or unit is sharded.root:
+            return arguments, keywords
+        marked = dict(zip(map(id, tensors), _End.apply(sharded, unit, *tensors), strict=True))
+        return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
         """Note that the unit's forward pass has ended."""
@@ -319,37 +312,24 @@ class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't follow
         return (None, None, *gradients)
 
 
-def _mark_end(sharded: Any, unit: Unit, inputs: Any) -> Any:
-    tensors = [each for each in tensors_in(inputs) if each.requires_grad]
-    if not tensors:
-        return inputs
-    marked = dict(zip(map(id, tensors), _End.apply(sharded, unit, *tensors), strict=True))
-    return each_tensor(lambda tensor: marked.get(id(tensor), tensor), inputs)
-
-
 def _look_into(outputs: Any) -> Iterator[Any]:
     """The tensors in outputs, and the objects that may hide some."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, _SIMPLE):
-        return
-    elif (items := _items(outputs)) is None:
-        yield outputs
-    else:
-        for each in items:
-            yield from _look_into(each)
-
-
-def _items(outputs: Any) -> Iterable[Any] | None:
-    """What a container has; None of any other object."""
-    if isinstance(outputs, Mapping):
-        return outputs.values()
-    if isinstance(outputs, tuple | list):
-        return outputs
-    if isinstance(outputs, SimpleNamespace):
-        return vars(outputs).values()
     fields = getattr(outputs, "__dataclass_fields__", None)
-    return None if fields is None else [getattr(outputs, name, None) for name in fields]
+    if isinstance(outputs, _SIMPLE):
+        return
+    if isinstance(outputs, Mapping):
+        items: Iterable[Any] = outputs.values()
+    elif isinstance(outputs, tuple | list):
+        items = outputs
+    elif isinstance(outputs, SimpleNamespace):
+        items = vars(outputs).values()
+    elif fields is not None:
+        items = [getattr(outputs, name, None) for name in fields]
+    else:
+        yield outputs
+        return
+    for each in items:
+        yield from _look_into(each)
 
 
 def _in_backward() -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module, ModuleDict, ModuleList
 
 from ..errors import RequestError
-from .flat import Flat, ShardPlace, Slot, starts
+from .flat import Flat, ShardPlace, Slot
 
 PARTS = 8  # of a model without repeated blocks: a unit is about this part of it
 
@@ -22,17 +22,12 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     else modules of up to an eighth of it.
     """
     if wanted is None:
-        blocks = dict(_blocks("", model))
-        least = min(map(_count, blocks.values()), default=0)
-        return (
-            {**blocks, **dict(_layers("", model, least))}
-            if blocks
-            else dict(_by_size("", model, _count(model) / PARTS))
-        )
-    kinds = [each for item in (wanted if isinstance(wanted, Sequence) else (wanted,)) for each in _in_list(item)]
+        return _choose_blocks(model)
+    given: Sequence[Any] = wanted if isinstance(wanted, Sequence) else (wanted,)
+    kinds = [each for item in given for each in (item.children() if _lists(item) else (item,))]
     classes = tuple(each for each in kinds if isinstance(each, type))
     modules = {id(each) for each in kinds if isinstance(each, Module)}
-    found = dict(_outermost("", model, classes, modules))
+    found = dict(_find("", model, lambda each: isinstance(each, classes) or id(each) in modules))
     if not found:
         raise RequestError(
             "None of the model's modules is one of units=.", "Give classes of its blocks, or the blocks themselves."
@@ -40,35 +35,41 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
     return found
 
 
-def _in_list(wanted: Any) -> Iterable[Any]:
-    """The modules in a ModuleList or ModuleDict, which isn't called itself; else what is given."""
-    return tuple(wanted.children()) if isinstance(wanted, ModuleList | ModuleDict) else (wanted,)
-
-
-def _outermost(name: str, module: Any, classes: tuple[type, ...], modules: set[int]) -> Iterator[tuple[str, Any]]:
+def _find(
+    name: str, module: Any, takes: Callable[[Any], bool], enters: Callable[[Any], bool] = lambda _: True
+) -> Iterator[tuple[str, Any]]:
+    """The outermost modules in a module that are to be taken, by name; it looks into the others that may be entered."""
     for each, child in module.named_children():
-        if isinstance(child, classes) or id(child) in modules:
+        if takes(child):
             yield f"{name}{each}", child
-        else:
-            yield from _outermost(f"{name}{each}.", child, classes, modules)
+        elif enters(child):
+            yield from _find(f"{name}{each}.", child, takes, enters)
 
 
-def _blocks(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """The modules of the outermost lists of repeated blocks."""
-    for each, child in module.named_children():
-        if _repeats(child):
-            yield from _called(f"{name}{each}.", child)
-        else:
-            yield from _blocks(f"{name}{each}.", child)
+def _choose_blocks(model: Any) -> dict[str, Any]:
+    """The blocks of a model and its layers that are as large, or modules of up to an eighth of it."""
+
+    def is_called(module: Any) -> bool:
+        return not _lists(module) and _count(module) > 0
+
+    lists = _find("", model, _repeats)
+    blocks = {own: block for name, each in lists for own, block in _find(f"{name}.", each, is_called, _lists)}
+    if blocks:
+        least = min(map(_count, blocks.values()))
+        layers = _find(
+            "", model, lambda each: not any(each.children()) and _count(each) >= least, lambda each: not _repeats(each)
+        )
+        return {**blocks, **dict(layers)}
+    most = _count(model) / PARTS
+
+    def opens(module: Any) -> bool:
+        return _lists(module) or (_count(module) > most and any(module.children()))
+
+    return dict(_find("", model, lambda each: not opens(each) and _count(each) > 0, opens))
 
 
-def _layers(name: str, module: Any, least: float) -> Iterator[tuple[str, Any]]:
-    """Layers of at least this size outside of lists of blocks."""
-    for each, child in module.named_children():
-        if not any(child.children()) and _count(child) >= least:
-            yield f"{name}{each}", child
-        elif not _repeats(child):
-            yield from _layers(f"{name}{each}.", child, least)
+def _lists(module: Any) -> bool:
+    return isinstance(module, ModuleList | ModuleDict)  # which aren't called themselves
 
 
 def _repeats(module: Any) -> bool:
@@ -76,55 +77,22 @@ def _repeats(module: Any) -> bool:
     return isinstance(module, ModuleList) and len(kinds) > 1 and len(set(kinds)) < len(kinds)
 
 
-def _called(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """The modules in a container that are called themselves."""
-    for each, child in module.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
-            yield from _called(f"{name}{each}.", child)
-        elif _count(child):
-            yield f"{name}{each}", child
-
-
-def _by_size(name: str, module: Any, most: float) -> Iterator[tuple[str, Any]]:
-    for each, child in module.named_children():
-        own = f"{name}{each}"
-        if isinstance(child, ModuleList | ModuleDict) or (_count(child) > most and any(child.children())):
-            yield from _by_size(f"{own}.", child, most)
-        elif _count(child):
-            yield own, child
-
-
 def _count(module: Any) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
-Owners = list[tuple[Any, str]]  # the modules that have a parameter, and its name in each
-
-
-class Parameter:
-    """A parameter before it is cut, with the modules that have it."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.names: list[str] = []
-        self.owners: Owners = []
-        self.units: set[str] = set()
-
-
-def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Parameter]]:
+def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
     """The parameters of each unit by its name; "" has those of no unit, or of several."""
-    found: dict[int, Parameter] = {}
+    found: dict[int, Slot] = {}
     for path, module, unit in _walk("", model, "", {id(each): name for name, each in units.items()}):
-        for name, tensor in module._parameters.items():
-            if tensor is None:
-                continue
-            each = found.setdefault(id(tensor), Parameter(tensor))
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            each = found.setdefault(id(tensor), Slot(tensor))
             each.names.append(f"{path}.{name}".lstrip("."))
             if (module, name) not in each.owners:
                 each.owners.append((module, name))
             each.units.add(unit)
             _check_kind(each.names[0], tensor)
-    sorted_: dict[str, list[Parameter]] = {"": [], **{name: [] for name in units}}
+    sorted_: dict[str, list[Slot]] = {"": [], **{name: [] for name in units}}
     for each in found.values():
         sorted_[next(iter(each.units)) if len(each.units) == 1 else ""].append(each)
     return sorted_
@@ -150,14 +118,12 @@ def _check_kind(name: str, tensor: Any) -> None:
 class Unit:
     """A module with its flats, one for each type of parameter, trained or frozen; `name` is "" for the model itself."""
 
-    def __init__(
-        self, name: str, module: Any, parameters: Sequence[Parameter], place: ShardPlace, dtype: Any, held: Any
-    ):
+    def __init__(self, name: str, module: Any, parameters: Sequence[Slot], place: ShardPlace, dtype: Any, held: Any):
         self.name, self.module = name, module
-        kinds: dict[Any, list[Parameter]] = {}
+        kinds: dict[Any, list[Slot]] = {}
         for each in parameters:
             kinds.setdefault((each.tensor.dtype, each.tensor.requires_grad), []).append(each)
-        self.flats = [_make_flat(each, place, dtype, held) for each in kinds.values()]
+        self.flats = [Flat(place, each, dtype, held) for each in kinds.values()]
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
@@ -226,15 +192,6 @@ class Unit:
                         f"The parameter {slot.names[0]} was frozen, unfrozen or converted after split.shard.",
                         "Do that before split.shard.",
                     )
-
-
-def _make_flat(parameters: Sequence[Parameter], place: ShardPlace, dtype: Any, held: Any) -> Flat:
-    shapes = [each.tensor.shape for each in parameters]
-    slots = [
-        Slot(each.names, each.owners, shape, start)
-        for each, shape, start in zip(parameters, shapes, starts(shapes), strict=True)
-    ]
-    return Flat(place, slots, [each.tensor for each in parameters], dtype, held)
 
 
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from evener.torch_shards.flat import ShardPlace
-from evener.torch_shards.make import cut_model
-from evener.torch_shards.optimizers import move
+from evener.torch_shards.make import cut_model, move
 from evener.torch_shards.unit import choose_units, count_gathered
 from evener.torch_split.wrapped import watch
 
