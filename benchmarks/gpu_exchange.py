@@ -62,7 +62,7 @@ def train_capped(cap: float) -> dict[str, Any]:
     found = {
         "rank": split.rank,
         "cap": cap,
-        "ooms": split._planned.reporter.retreats,
+        "ooms": split.reporter.retreats,
         "slowest": max(times),
         "last": times[-1],
     }
@@ -114,15 +114,15 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         shares.append(split.rows)
         if number % 10 == 9:
-            works.append((number, split.rows, round(1e3 * split._planned.timer.medians().work.own_work_s, 1)))
+            works.append((number, split.rows, round(1e3 * split.timer.medians().work.own_work_s, 1)))
     if other is not None:
         other.leave()
     changes = [step for step in range(1, len(shares)) if shares[step] != shares[step - 1]]
     marks = sorted({comes - 1, comes, comes + 1, comes + 60, leaves - 1, leaves + 60, steps - 1} & set(range(steps)))
     return {
         "rank": split.rank,
-        "ooms": split._planned.reporter.retreats,
-        "rows": split._planned.passes.limit.most,
+        "ooms": split.reporter.retreats,
+        "rows": split.passes.limit.most,
         "slowest after it came, ms": 1e3 * max(times[comes:leaves]),
         "ms": {mark: 1e3 * statistics.median(times[max(0, mark - 5) : mark + 1]) for mark in marks},
         "shares": {mark: shares[mark] for mark in marks},

@@ -77,8 +77,8 @@ def train(job: Job, plan: Plan, steps: int, disturbed: range, rebalance: bool = 
             if len(times) == steps:
                 if split.rank == 1 and disturbed.stop >= steps:
                     job.disturb(network, False)
-                changes = [(change.step, tuple(change.after)) for change in split._planned.reporter.changes]
-                split._planned.reporter.close()
+                changes = [(change.step, tuple(change.after)) for change in split.reporter.changes]
+                split.reporter.close()
                 return Trained(times, changes)
 
 

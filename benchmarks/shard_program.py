@@ -90,7 +90,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def hold_to_limit(split: Split) -> float:
     """Cap the allocator at the limit in the plan; returns GiB, 0 where there is none."""
-    share = split._planned.shares.share
+    share = split.ranks.share
     found = re.search(r"([\d.]+)GiB", share.limit)
     if found is None or split.device.type != "cuda":
         return 0.0
@@ -118,7 +118,7 @@ def main() -> None:
             break
     rate = STEPS * split.global_batch / (time.perf_counter() - started)
     allocated = torch.cuda.max_memory_allocated() if split.device.type == "cuda" else 0
-    share, held = split._planned.shares.share, model.exchange.held.peak
+    share, held = split.ranks.share, model.exchange.held.peak
     found = {
         "rank": split.rank,
         "rows": split.shares[split.rank],

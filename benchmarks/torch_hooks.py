@@ -63,7 +63,7 @@ def make_step(device: torch.device, tail: int | None, rebalances: bool) -> Calla
 
     def step() -> None:
         timer.begin(SHARES)
-        weights.batches.take(origin, SHARES, batch)
+        weights.take(origin, SHARES, batch)
         weights.forward(model, ((batch[0],), {}))
         timer.note_gradients()
         OPTIMIZER_CHECK._before_step(optimizer, (optimizer,), {})

@@ -18,7 +18,7 @@ from .errors import RequestError
 from .shares.whole_rows import even, gradient_weight
 from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
-from .torch_split.batch import Part, make_parts, weigh_by_count
+from .torch_split.batch import OfPart, Part, make_parts, weigh_by_count
 from .torch_split.checks import check_memory
 from .torch_split.collectives import own_collectives
 from .torch_split.exchange import Exchange
@@ -63,16 +63,14 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self,
         planned: PlannedTraining,
         passes: int,
-        count: Callable[[Part], Any] | None,
+        count: OfPart | None,
         check: bool,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.take_plan(planned, passes, count, check)
 
-    def take_plan(
-        self, planned: PlannedTraining, passes: int, count: Callable[[Part], Any] | None, check: bool
-    ) -> None:
+    def take_plan(self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool) -> None:
         """Train by these shares; for a strategy that was made before it was of this class."""
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -102,7 +100,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """The training data of this rank."""
         loader = self.loader_class(self, dataset, rows, options)
         if self._planned.rebalancing is not None:
-            self._planned.rebalancing.fix_passes([self._passes] * self._planned.world)
+            self._planned.rebalancing.passes = (self._passes,) * self._planned.world
         self._planned.follow(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
         return loader
 
@@ -125,9 +123,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def sum_by_shares(self) -> None:
         """Sum gradients in place of DistributedDataParallel, whose sums can't be taken up again after an error."""
-        rows = [even(share, self._passes) for share in self._planned.shares.batches]
-        largest = max(map(max, rows)) if self._passes > 1 else None
-        check_normalization(self.model, "loss", self._planned.world, largest, min(map(min, rows)))
+        rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
+        check_normalization(self.model, "loss", self._planned.world, rows)
         self._exchanges = self._planned.weights.take_on(self.model)
         if self._planned.world > 1:
             self._meet_on_hosts()

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from .errors import RequestError
 from .torch_loss.measure import keep_attributes
-from .torch_split.batch import Part
+from .torch_split.batch import OfPart, Part
 from .torch_split.checks import check_part_loss, check_rows
 from .torch_split.own_work import StepTimer
 from .torch_split.weights import BatchWeights, WholeBatchLoss
@@ -33,7 +33,7 @@ LIGHTNING = (
 DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
-def check_module_loss(strategy: Any, loader: Any, count: Callable[[Part], Any] | None) -> bool:
+def check_module_loss(strategy: Any, loader: Any, count: OfPart | None) -> bool:
     """True if `training_step` returns a mean over rows, or over what `count` counts; False if that can't be seen.
 
     RequestError on every rank where it doesn't.

@@ -221,7 +221,7 @@ def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, A
 
 def make_sampler(trainer: Any, planned: PlannedTraining, dataset: Any, order: Any) -> UnevenBatchSampler:
     """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of its class."""
-    rows, shares = count_rows(dataset), planned.shares
+    rows, shares = count_rows(dataset), planned.ranks
     order = trainer._get_train_sampler(dataset) if order is None else order
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -112,15 +113,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         shares = self._find_shares(**self._plan_options)
         if self._rebalances and shares.world > 1:
             check_rebalance(self, shares.share)
+        if needs_equal_passes(self) or shares.is_sharded:
+            shares = msgspec.structs.replace(shares, passes=(max(shares.passes),) * shares.world)
         self._planned = PlannedTraining(
-            shares.with_equal_passes() if needs_equal_passes(self) or shares.is_sharded else shares,
+            shares,
             "trainer",
             strict=bool(self._plan_options["strict"]),
             journal=self._keeps_journal,
             rebalance=self._rebalances,
             noise=self._takes_noise,
         )
-        self._shares = shares = self._planned.shares  # that the plan has
+        self._shares = shares = self._planned.ranks  # that the plan has
         passes = shares.passes[shares.rank]
         self.args = copy.copy(self.args)  # the user's own stay as they are
         self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
@@ -134,7 +137,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._logged: list[tuple[Any, ...]] = []  # in a pass
         self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(self.model, False)
         if self._planned.rebalancing is not None:
-            self._planned.rebalancing.fix_passes(shares.passes)
+            self._planned.rebalancing.passes = shares.passes
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.check = self._check_parts
         self._survival = Survival(self, self._planned, self._gathering)
@@ -152,8 +155,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of this rank's rows; not through `accelerator.prepare`, which would share them out again."""
         shares = self._shares
-        fewest = min(rows // passes for rows, passes in zip(shares.batches, shares.passes, strict=True))
-        check_normalization(self.model, "loss", shares.world, shares.pass_rows, fewest)
+        check_normalization(self.model, "loss", shares.world, shares.pass_rows)
         dataset, collate, order = training_rows(self, super().get_train_dataloader)
         rows, args = make_sampler(self, self._planned, dataset, order), self.args
         self._rows_checked = partial(make_check_batch, dataset, rows, collate)

@@ -105,7 +105,7 @@ class Notebook:
         """RankNote the figures of this PlannedTraining, which these hooks made; say how it starts."""
         self.hooks, self._training, self._first, self._steps = hooks, training, None, 0
         training.listeners.insert(0, self._note_step)
-        shares = training.shares
+        shares = training.ranks
         names = ", ".join(each.name or each.device for each in shares.shares)
         split = "+".join(map(str, shares.batches)) + " = " if len(shares.batches) > 1 else ""
         say(f"{self.settings.name} trains on {names}: {split}{shares.global_batch} rows a step, by {hooks}")
@@ -124,14 +124,14 @@ class Notebook:
 
     def _note_step(self, _: Any) -> None:
         self._steps += 1
-        changed = self._steps > 1 and self._training.shares.batches != self._before
+        changed = self._steps > 1 and self._training.ranks.batches != self._before
         if self._first is None and (self._steps == FIRST_STEPS or changed):
             self._first = self._figures(self._before if changed else None)
-        self._before = self._training.shares.batches
+        self._before = self._training.ranks.batches
 
     def _figures(self, shares: tuple[int, ...] | None = None) -> StepFigures:
         times = self._training.timer.medians()
-        return StepFigures(shares or self._training.shares.batches, times.work.own_work_s, times.step_s)
+        return StepFigures(shares or self._training.ranks.batches, times.work.own_work_s, times.step_s)
 
     def leave(self) -> None:
         """Write the note."""

@@ -54,7 +54,7 @@ class Program:
     @property
     def shares(self) -> tuple[int, ...]:
         """The rows of each rank in a full batch; empty as long as they are the program's own."""
-        return () if self.training is None else self.training.shares.batches
+        return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class Program:
         if self._heard is not None and loop.origin is not None:
             self._heard.begin(loop.origin, loop.sizes, loop.batch)
         elif self.training is not None:
-            self.training.weights.batches.begin(loop.sizes)  # of another loader, shared out by the program itself
+            self.training.weights.begin(loop.sizes)  # of another loader, shared out by the program itself
 
     def finish(self, loop: Any) -> None:
         """The loop asks for its next batch; ranks do so equally often."""

@@ -105,9 +105,9 @@ def _forget_figures(strategy: Any) -> None:
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
     """A loader of shares of the global batches whose rows a DistributedSampler shares out."""
-    if _count_rows(loader) != strategy.planned.shares.global_batch:
+    if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(
-            f"A new loader has {_count_rows(loader)} rows a step, after {strategy.planned.shares.global_batch}.",
+            f"A new loader has {_count_rows(loader)} rows a step, after {strategy.planned.ranks.global_batch}.",
             "Train it with its own launcher.",
         )
 

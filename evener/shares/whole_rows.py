@@ -156,11 +156,6 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
     return max((passes[-1] for passes in several), default=None)
 
 
-def smallest_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """The rows of the smallest pass of a full batch, on any device that has some."""
-    return min(split_passes(share, micro)[0] for share, micro in zip(shares, micros, strict=True) if share)
-
-
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
     """The shares of a batch that each rank computes in one pass: validation isn't cut into passes."""
     if tuple(shares) == tuple(micros):

@@ -135,7 +135,7 @@ class LossCheck:
             other = self.measure.compute(function, self.batch.whole, SEED + 1)
         if abs(other - figures.whole) > figures.rounding * abs(figures.whole):
             return True
-        cut = self.batch.cut if self.measure.draws else None
+        cut = self.batch.cut if self.measure.randomness.draws else None
         return cut is not None and bool(judge(self.figures(function, parts=cut)).mean_over)
 
     def _refuse(self, function: Compute, figures: LossFigures, fits: Callable[[LossFigures], bool]) -> NoReturn:

@@ -36,10 +36,6 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         self.kinds: set[torch.dtype] = set()
         self.draws = 0
 
-    def begin(self) -> None:
-        """A pass begins: its numbers are those of every other pass."""
-        self.draws = 0
-
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         given = dict(keywords or {})
         if torch.Tag.nondeterministic_seeded not in function.tags:
@@ -57,7 +53,13 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     if name == "_cudnn_init_dropout_state":  # which no layer uses without dropout
         return function(*arguments, **keywords)
     keywords.pop("generator", None)  # the user's own stays where it is
-    _leave_dropout_out(function, arguments, keywords)
+    names = [each.name for each in function._schema.arguments]
+    for place, own in enumerate(names):  # fused attention and recurrent layers take the rate as an argument
+        if own in ("dropout", "dropout_p"):
+            if place < len(arguments):
+                arguments[place] = 0.0
+            elif own in keywords:
+                keywords[own] = 0.0
     _seed_torch(seed)
     if name == "randperm":
         return torch.arange(*arguments, **keywords)
@@ -65,9 +67,11 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
         return _DISTRIBUTIONS[name](*arguments)
     if name == "native_dropout":
         return arguments[0].clone(), torch.ones_like(arguments[0], dtype=torch.bool)
-    names = [each.name for each in function._schema.arguments]
     if "size" in names:
-        return _new_rows(function, arguments, keywords, names.index("size"))
+        place = names.index("size")
+        shape = list(arguments[place])
+        arguments[place] = shape[-1:] if len(shape) > 1 else [1] * len(shape)
+        return function(*arguments, **keywords).expand(shape).clone()
     if name == "bernoulli_" and len(arguments) < 2:
         arguments.append(keywords.pop("p", 0.5))
     if name == "bernoulli_" and not isinstance(arguments[1], torch.Tensor) and arguments[1] >= 0.5:
@@ -79,22 +83,6 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
     if name.endswith("_like"):
         return _one_row(function, arguments, keywords).expand_as(arguments[0]).clone()
     return function(*arguments, **keywords)
-
-
-def _leave_dropout_out(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> None:
-    """Fused attention and recurrent layers take the rate as an argument."""
-    for place, each in enumerate(function._schema.arguments):
-        if each.name in ("dropout", "dropout_p"):
-            if place < len(arguments):
-                arguments[place] = 0.0
-            elif each.name in keywords:
-                keywords[each.name] = 0.0
-
-
-def _new_rows(function: Any, arguments: list[Any], keywords: dict[str, Any], place: int) -> Any:
-    shape = list(arguments[place])
-    arguments[place] = shape[-1:] if len(shape) > 1 else [1] * len(shape)
-    return function(*arguments, **keywords).expand(shape).clone()
 
 
 def _one_row(function: Any, arguments: list[Any], keywords: dict[str, Any]) -> Any:
@@ -112,20 +100,12 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
     return mean + deviation * torch.randn_like(_last_axis(like))
 
 
-def _draw_bernoulli(chances: Any, *_: Any) -> Any:
-    return (chances > 0.5).to(chances.dtype)
-
-
-def _draw_places(chances: Any, count: int, *_: Any) -> Any:
-    return chances.topk(min(count, chances.shape[-1])).indices
-
-
 _DISTRIBUTIONS: dict[str, Callable[..., Any]] = {  # whose arguments differ from row to row: a value that each row has
     "normal": _draw_normal,
-    "bernoulli": _draw_bernoulli,
+    "bernoulli": lambda chances, *_: (chances > 0.5).to(chances.dtype),
     "poisson": lambda rates, *_: rates.round(),
     "_standard_gamma": lambda shapes, *_: shapes.clone(),
-    "multinomial": _draw_places,
+    "multinomial": lambda chances, count, *_: chances.topk(min(count, chances.shape[-1])).indices,
     "rrelu_with_noise": lambda inputs, _, lower, upper, *__: leaky_relu(inputs, (lower + upper) / 2),
 }
 
@@ -271,7 +251,7 @@ class LossMeasure:
         self.rounding = FLOAT32_ROUNDING
         self.changed: set[str] = set()
         self._model, self._holders = model, holders
-        self._randomness = EvenRandomness()
+        self.randomness = EvenRandomness()
         self._with_gradients = False
 
     @contextmanager
@@ -291,15 +271,10 @@ class LossMeasure:
                 module.training = training and not isinstance(module, _BatchNorm)
             yield self
 
-    @property
-    def draws(self) -> int:
-        """The number of times that the newest pass drew random numbers of PyTorch."""
-        return self._randomness.draws
-
     def compute(self, function: Compute, batch: Any, seed: int = SEED) -> float:
         """The loss of a batch; NaN where it has none. Errors of the user's own code are raised."""
         seed_all(seed)
-        self._randomness.begin()
+        self.randomness.draws = 0  # each pass has the numbers of every other
         with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
             before = self._list_states()
             loss = self._call(function, batch)
@@ -314,7 +289,7 @@ class LossMeasure:
         return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
 
     def _find_rounding(self, loss: Any) -> float:
-        kinds = self._randomness.kinds
+        kinds = self.randomness.kinds
         if kinds & _HALF:
             return HALF_ROUNDING
         if getattr(loss, "dtype", None) != torch.float64:
@@ -324,13 +299,13 @@ class LossMeasure:
     def _call(self, function: Compute, batch: Any) -> Any:
         if not self._with_gradients:
             try:
-                with torch.no_grad(), self._randomness:
+                with torch.no_grad(), self.randomness:
                     return function(batch)
             except RuntimeError as error:
                 if "grad" not in str(error):
                     raise
                 self._with_gradients = True  # a loss of gradients, such as a gradient penalty
-        with torch.enable_grad(), self._randomness:
+        with torch.enable_grad(), self.randomness:
             return function(batch)
 
 

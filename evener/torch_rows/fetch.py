@@ -66,15 +66,16 @@ class Fetch:
         whole = None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)  # rows one by one
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
-            self._loader = _data_loader(dataset if whole is None else _ByList(dataset), sampler, options)
+            if whole is not None:  # in worker processes
+                dataset, options = _ByList(dataset), {**options, "collate_fn": self._collate or _as_it_is}
+            self._loader = DataLoader(dataset, batch_sampler=sampler, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader) if self._whole is None else self._fetch(self._whole, self._sampler.batches())
-
-    def _fetch(self, whole: Whole, batches: Iterator[torch.Tensor]) -> Iterator[Any]:
-        for rows in batches:
-            batch = whole(rows, self._pinned)
-            yield batch if self._collate is None else self._collate(batch)
+        whole, pinned, collate = self._whole, self._pinned, self._collate
+        if whole is None:
+            return iter(self._loader)
+        fetched = (whole(rows, pinned) for rows in self._sampler.batches())
+        return fetched if collate is None else map(collate, fetched)
 
 
 class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
@@ -90,12 +91,6 @@ class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
         whole = whole_fetch(self._dataset)
         assert whole is not None
         return whole(torch.tensor(rows), False)
-
-
-def _data_loader(dataset: Any, sampler: UnevenBatchSampler, options: Mapping[str, Any]) -> Any:
-    if isinstance(dataset, _ByList):
-        options = {**options, "collate_fn": options.get("collate_fn") or _as_it_is}
-    return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -178,8 +173,10 @@ class Prefetcher:
     def _send_all(self) -> None:
         """Fetch and send until the source or the loop ends."""
         for number in count():
-            if not self._has_space():
-                return
+            with self._change:
+                self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
+                if self._ended:
+                    return
             try:
                 batch = next(self._source)
             except StopIteration:
@@ -193,11 +190,6 @@ class Prefetcher:
                     self._ready.append(ready)
                 self._change.notify_all()
             del ready  # the loop that takes it is the only one to hold it
-
-    def _has_space(self) -> bool:
-        with self._change:
-            self._change.wait_for(lambda: len(self._ready) < self._depth or self._ended)
-            return not self._ended
 
 
 class _Lane:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
@@ -229,23 +228,6 @@ def count_rows(dataset: Any) -> int:
         ) from None
 
 
-def warn_of_short_batches(sampler: UnevenBatchSampler, planned: int) -> None:
-    """Warn of ranks without a row in the last step, and of steps that are all smaller than the plan's batch."""
-    if sampler.length < planned:
-        warnings.warn(
-            f"The data set has {sampler.length} rows, fewer than the plan's global batch of {planned}: each step is"
-            " smaller than those that the plan was measured with.",
-            stacklevel=3,
-        )
-    last = sampler.sizes(len(sampler) - 1)
-    if min(last) == 0:
-        warnings.warn(
-            f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other ranks get a row that"
-            " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
-            stacklevel=3,
-        )
-
-
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
     """Batches to fetch ahead; unless said two for a GPU, none on a CPU, which computes. RequestError for no count."""
     if prefetch is None:
@@ -363,8 +345,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def state_dict(self) -> dict[str, Any]:
         """The position of the training after `done` global batches; the same on every rank that has as many."""
         rows = self.batch_sampler.sampler
-        position = min(rows.length, self.done * rows.global_batch)
-        return {**rows.state_dict(), "position": position, "global_batch": rows.global_batch}
+        return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration go on where `state` was taken."""

@@ -6,9 +6,10 @@ no row in a short last batch gets one to keep step with; that row has weight 0.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 from zlib import crc32
 
@@ -69,20 +70,24 @@ class RowOrder:
                 if hasattr(order, "set_epoch"):
                     order.set_epoch(epoch)
                 rows = list(order)
-        return self._check(rows)
-
-    def _check(self, rows: Any) -> torch.Tensor:
-        try:
-            drawn = torch.as_tensor(rows)
-        except (TypeError, ValueError, RuntimeError):
-            drawn = torch.empty(0)
-        whole = drawn.ndim == 1 and len(drawn) and not (drawn.is_floating_point() or drawn.dtype == torch.bool)
-        if not whole or drawn.min() < 0 or drawn.max() >= self._rows:
+        drawn = _whole_numbers(rows)
+        if drawn is None or not len(drawn) or drawn.min() < 0 or drawn.max() >= self._rows:
             raise RequestError(
-                f"order={type(self._order).__name__} doesn't give row numbers from 0 to {self._rows - 1}.",
+                f"order={type(order).__name__} doesn't give row numbers from 0 to {self._rows - 1}.",
                 "Give a sampler, a list of row numbers, or a function of the epoch that returns one; no batch sampler.",
             )
-        return drawn.to("cpu", torch.int64, copy=True)
+        return drawn
+
+
+def _whole_numbers(given: Any) -> torch.Tensor | None:
+    """A copy of numbers as int64 of one dimension; None if they aren't whole numbers in a row."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        return None
+    return found.to("cpu", torch.int64, copy=True)
 
 
 def mix_seed(seed: int, epoch: int) -> int:
@@ -134,7 +139,13 @@ class UnevenBatchSampler:
     ) -> None:
         length = length if order is None else len(order)
         check_rank_shares(shares, rank)
-        _check_length(length, sum(shares) if drop_last else 1)
+        if length < 1:
+            raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
+        if drop_last and length < sum(shares):
+            raise RequestError(
+                f"With drop_last, {length} rows don't fill a batch of {sum(shares)}.",
+                "Give a smaller global batch, or drop_last=False.",
+            )
         self.length = length
         self.shares = tuple(shares)  # of loops that begin now
         self.rank = rank
@@ -155,6 +166,22 @@ class UnevenBatchSampler:
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
+
+    def warn_of_short_batches(self, planned: int) -> None:
+        """Warn of ranks without a row in the last step, and of steps that are all smaller than the plan's batch."""
+        if self.length < planned:
+            warnings.warn(
+                f"The data set has {self.length} rows, fewer than the plan's global batch of {planned}: each step is"
+                " smaller than those that the plan was measured with.",
+                stacklevel=3,
+            )
+        last = self.sizes(len(self) - 1)
+        if min(last) == 0:
+            warnings.warn(
+                f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other ranks get a row that"
+                " gradients don't count; in a metric, cut it off by split.rows, or use split.gather or drop_last=True.",
+                stacklevel=3,
+            )
 
     @property
     def schedule(self) -> ShareSchedule:
@@ -216,8 +243,8 @@ class UnevenBatchSampler:
 
     def rows_of_odd_tail(self) -> object:
         """Rows of the epoch's last step if they weigh the ranks differently than the other steps' do; else None."""
-        if self.changes:
-            return object()  # each step may weigh them differently
+        if self.changes or self.is_dealt:
+            return object()  # equal to no other: each step may weigh them differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
         return None if all(n * total == share * rows for n, share in zip(last, self.shares, strict=True)) else rows
@@ -272,26 +299,15 @@ class UnevenBatchSampler:
             raise RequestError(
                 f"The state of the loader has no {missing[0]!r}.", "Give what its state_dict() returned."
             )
-        epoch = int(state["epoch"])
-        own = {"length": self.length, "shuffle": self._describe_order(epoch), "seed": self.seed}
+        order = self._describe_order(int(state["epoch"]))
+        own = {"length": self.length, "shuffle": order, "seed": self.seed}
         for key, value in own.items():
             if state[key] != value:
                 raise RequestError(
                     f"The state was taken with {key} {state[key]!r}, but this loader has {value!r}.",
                     "Rows would be missed or seen twice: make the loader as it was, or start the epoch anew.",
                 )
-        self.epoch = epoch
-        self.position = min(max(0, int(state["position"])), self.length)
-
-
-def _check_length(length: int, fewest: int) -> None:
-    if length < 1:
-        raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
-    if length < fewest:
-        raise RequestError(
-            f"With drop_last, {length} rows don't fill a batch of {fewest}.",
-            "Give a smaller global batch, or drop_last=False.",
-        )
+        self.epoch, self.position = int(state["epoch"]), min(max(0, int(state["position"])), self.length)
 
 
 _KEPT = 128  # batches whose dealing is kept: those that are fetched ahead, and the current one
@@ -312,9 +328,13 @@ class LengthSampler(UnevenBatchSampler):
     ) -> None:
         super().__init__(rows, shares, rank, **options)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        self._lengths = _whole_numbers(lengths)
-        self._dealer = dealer
-        tokens = self._lengths.tolist()
+        found = _whole_numbers(lengths)
+        if found is None:
+            raise RequestError(
+                f"lengths={type(lengths).__name__} isn't a list of whole numbers.",
+                "Give the tokens of each row, in order.",
+            )
+        self._lengths, self._dealer, tokens = found, dealer, found.tolist()
         dealer.check(tokens, rows)
         longest = sorted(tokens)[-self.global_batch :]
         # else a loop without parts would train until the first batch comes that has passes
@@ -351,7 +371,7 @@ class LengthSampler(UnevenBatchSampler):
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
         """The rows of each batch, as a list of its passes, from the current epoch and position."""
-        return (self._passes(first, epoch) for epoch in (self.epoch,) for first in self._firsts())
+        return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
         """The first rows of the batches that are left of this epoch."""
@@ -366,35 +386,14 @@ class LengthSampler(UnevenBatchSampler):
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """The batch of each step: a DealtBatch, or one pass as it is where no batch has more on any rank."""
-        return self._join(fetched, self.epoch, self._firsts())
-
-    def _join(self, fetched: Iterator[Any], epoch: int, firsts: range) -> Iterator[Any]:
-        for first in firsts:
-            rows = self.pass_sizes(first, epoch)
-            passes = list(islice(fetched, len(rows)))
-            yield DealtBatch(passes, rows) if self._in_passes else passes[0]
+        rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
+        return (DealtBatch(list(islice(fetched, len(own))), own) for own in rows) if self._in_passes else fetched
 
     def digest(self, epoch: int) -> int:
         """A digest of the lengths, and of the user's own order of an epoch if there is one."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
-    def rows_of_odd_tail(self) -> object:
-        """An object equal to no other, as every batch weighs the ranks differently."""
-        return object()
-
     def _draw(self, epoch: int) -> torch.Tensor:
         if epoch not in self._orders:
             self._orders = {epoch: super()._draw(epoch), **dict(list(self._orders.items())[:1])}
         return self._orders[epoch]
-
-
-def _whole_numbers(lengths: Any) -> torch.Tensor:
-    try:
-        found = torch.as_tensor(lengths)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0, 0)
-    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
-        raise RequestError(
-            f"lengths={type(lengths).__name__} isn't a list of whole numbers.", "Give the tokens of each row, in order."
-        )
-    return found.to("cpu", torch.int64)

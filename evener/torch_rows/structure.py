@@ -80,8 +80,13 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
     Tensors and arrays are cut, and lists with an item for each row, such as texts. RequestError for anything else.
     """
-    if getattr(data, "shape", None) is not None:
-        return _cut_tensor(data, start, stop, rows)
+    if (shape := getattr(data, "shape", None)) is not None:
+        if shape and len(data) != rows:
+            raise RequestError(
+                f"A tensor of shape {tuple(shape)} can't be cut into passes: the batch has {rows} rows.",
+                "Let collate_fn give tensors whose first dimension is the rows.",
+            )
+        return data[start:stop] if shape else data
     if isinstance(data, (list, tuple)) and len(data) == rows and not any(map(_has_parts, data)):
         return data[start:stop]
     cut = each_item(lambda item: cut_rows(item, start, stop, rows), data)
@@ -91,17 +96,6 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
             "Give tensors, or dicts, tuples and lists of them, each with a row for each sample.",
         )
     return cut
-
-
-def _cut_tensor(tensor: Any, start: int, stop: int, rows: int) -> Any:
-    if not tensor.shape:
-        return tensor
-    if len(tensor) != rows:
-        raise RequestError(
-            f"A tensor of shape {tuple(tensor.shape)} can't be cut into passes: the batch has {rows} rows.",
-            "Let collate_fn give tensors whose first dimension is the rows.",
-        )
-    return tensor[start:stop]
 
 
 def _has_parts(item: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class Part:
         self.rows = rows
         self.weight = weight
         self.computed = False  # backward was called
-        self.count: Callable[[Part], Any] | None = None  # of what the loss is a mean over, where that isn't rows
+        self.count: OfPart | None = None  # of what the loss is a mean over, where that isn't rows
         self.origin: Part | None = None  # that failed, of which it is a piece
         self.planned = rows  # of the whole pass
         self.passes: Any = None  # the Passes that yielded this part
@@ -80,10 +80,8 @@ class Part:
         """Pieces of up to `most` rows, or more where pieces would have fewer than `least`."""
         pieces = []
         for start, stop in bounds(even(self.rows, max(1, min(-(-self.rows // most), self.rows // least)))):
-            rows = stop - start
-            piece = Part(
-                cut_rows(self.batch, start, stop, self.rows), rows, self.weight * rows / self.rows, self._scale
-            )
+            batch, weight = cut_rows(self.batch, start, stop, self.rows), self.weight * (stop - start) / self.rows
+            piece = Part(batch, stop - start, weight, self._scale)
             piece.count, piece.origin, piece.planned = self.count, self.origin, self.planned
             pieces.append(piece)
         if self.count is not None:
@@ -94,6 +92,9 @@ class Part:
         return pieces
 
 
+OfPart = Callable[[Part], Any]  # its mean loss, or what is counted in it
+
+
 def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], passes: int = 0) -> list[Part]:
     """The parts of a rank's batch, of which `rows` count, in passes of up to `micro` rows, or as they were dealt.
 
@@ -101,25 +102,15 @@ def make_parts(batch: Any, rows: int, micro: int, scale: Callable[[Any], Any], p
     batch that can't be cut.
     """
     if isinstance(batch, DealtBatch):
-        pairs = zip(batch.passes, batch.rows, strict=True)
-        return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in pairs]
-    sizes = even(rows, passes) if passes > 1 else split_passes(rows, micro)
-    if len(sizes) <= 1:
-        return [Part(batch, rows, 1.0, scale)]
-    parts = []
-    for start, stop in bounds(sizes):
-        piece = cut_rows(batch, start, stop, rows) if start < stop else cut_rows(batch, 0, 1, max(1, rows))
-        parts.append(Part(piece, stop - start, (stop - start) / rows if rows else 1.0, scale))
-    return parts
+        pieces, sizes = list(batch.passes), tuple(batch.rows)
+    else:
+        sizes = (even(rows, passes) if passes > 1 else split_passes(rows, micro)) or (rows,)
+        places = [each if each[0] < each[1] else (0, 1) for each in bounds(sizes)]
+        pieces = [cut_rows(batch, *each, max(1, rows)) for each in places] if len(sizes) > 1 else [batch]
+    return [Part(each, own, own / rows if rows else 1.0, scale) for each, own in zip(pieces, sizes, strict=True)]
 
 
-def weigh_by_count(
-    parts: Sequence[Part],
-    count: Callable[[Part], Any],
-    sizes: Sequence[int],
-    rank: int,
-    add_up: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def weigh_by_count(parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp) -> None:
     """Weigh each part by what `count` counts in it, of all that the ranks count in the batch; every rank calls it.
 
     `add_up` sums over the ranks.
@@ -131,7 +122,10 @@ def weigh_by_count(
         part.weight, part.count = weight, count
 
 
-def _count(count: Callable[[Part], Any], part: Part) -> torch.Tensor:
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _count(count: OfPart, part: Part) -> torch.Tensor:
     counted: torch.Tensor = torch.as_tensor(count(part)).detach().to(torch.float64)
     return counted
 
@@ -171,6 +165,8 @@ class TakenBatch:
 class BatchTracker:
     """The batches that loaders have yielded and loops may still use."""
 
+    newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)  # the tracker that took a batch last
+
     def __init__(self) -> None:
         self.current: TakenBatch | None = None  # None after an epoch
         self.last: TakenBatch | None = None  # the current one, or the one with which the last epoch ended
@@ -180,6 +176,7 @@ class BatchTracker:
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
         """Take the next batch of a loader."""
+        BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             self._epochs = [each for each in self._epochs if each not in (origin, self._manual)] + [origin]
         batches = origin.batches
@@ -188,8 +185,7 @@ class BatchTracker:
             del batches[:-1]
         while len(batches) > 2 and not batches[0].is_alive():
             del batches[0]
-        number = 0 if before is None else before.number + 1
-        self.current = self.last = taken = TakenBatch(origin, sizes, data, number)
+        self.current = self.last = taken = TakenBatch(origin, sizes, data, before.number + 1 if before else 0)
         batches.append(taken)
         alone = len(self._epochs) == 1 and (before is None or (before.used and before.sizes == sizes))
         self._only = taken if alone else None
@@ -214,11 +210,6 @@ class BatchTracker:
     def is_training(self) -> bool:
         """True if a loop may still use a batch of a training loader."""
         return any(each.training and each.may_be_computed() for each in self._epochs)
-
-    def skip(self) -> None:
-        """The newest batch is computed without gradients."""
-        if self.current is not None:
-            self.current.used = True
 
     def find(self, inputs: Any, training: bool) -> TakenBatch | None:
         """The batch that a model's inputs are of; `training`: the model is in training mode.
@@ -256,7 +247,10 @@ class BatchTracker:
         matched: list[TakenBatch] = [batch for each in self._epochs for batch in each.batches if batch.holds(addresses)]
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
-        possible = matched or [batch for each in epochs for batch in _possible(each)]
+        possible = matched
+        for each in () if matched else epochs:  # the newest, and those taken early, unless the loop skipped them
+            waiting = [batch for batch in each.batches[:-1] if not batch.used]
+            possible += [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + each.batches[-1:]
         if all(batch.mixes_with(possible[-1]) for batch in possible) and (
             len(possible) == len(epochs) or possible[-1].origin.tail is None
         ):
@@ -275,12 +269,6 @@ def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False
     return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
-
-
-def _possible(origin: Epoch) -> list[TakenBatch]:
-    """The newest batch, and those before that no model has computed: taken early, unless the loop skipped them."""
-    waiting = [batch for batch in origin.batches[:-1] if not batch.used]
-    return [batch for batch in waiting if batch.is_alive() or len(waiting) == 1] + origin.batches[-1:]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -309,10 +297,9 @@ class Steps(StepListener):
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a batch that the loop gets."""
         weights = self._training.weights
-        weights.batches.take(origin, sizes, batch)
+        weights.take(origin, sizes, batch)
         if self._trains:
             self._training.timer.begin(sizes)
-        self._training.watch_optimizers()
         if self._trains and self._training.guards:
             self._guard = Guard(weights.models, batch, self._refuse_together)
 
@@ -338,4 +325,4 @@ class Steps(StepListener):
         """An epoch is over, or left."""
         if self._trains:
             self._training.timer.pause()
-        self._training.weights.batches.end(origin)
+        self._training.weights.end(origin)

@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..errors import RequestError
 
@@ -86,8 +87,11 @@ class Bucket:
 
     def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
         """Copy gradients, times the weight, into views of the bucket."""
-        if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):  # in a pass with create_graph
-            _refuse_graph()
+        if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+            raise RequestError(
+                "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
+                "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
+            )
         if gradients[0].dtype is not self.flat.dtype:
             raise RequestError(
                 "The model has changed its type since it was wrapped.",
@@ -197,13 +201,6 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
 _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
-def _refuse_graph() -> NoReturn:
-    raise RequestError(
-        "A gradient was computed with create_graph=True, and its sum over ranks can't be differentiated again.",
-        "Use torch.autograd.grad(..., create_graph=True) for the inner gradient, and a plain backward() last.",
-    )
-
-
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
     """Warn of hooks on gradients beside our `own`: they get a rank's gradient, which isn't the whole batch's yet."""
     hooks = [found for each in parameters for found in (each._backward_hooks, each._post_accumulate_grad_hooks)]
@@ -273,13 +270,17 @@ class Buffers:
     """A module's buffers, but for those whose names are `ignored`, and whether their values have changed."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
-        owners = ((f"{name}." if name else "", each._buffers) for name, each in module.named_modules())
-        self._owners, self._ignored = list(owners), ignored  # found once: they are many
+        self._module, self._ignored = module, ignored
+        self._owners: list[tuple[str, Any]] = []
+        self._listed = -1  # modules that had been registered then
         self._places: list[tuple[int, int]] = []
         self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each device: bytes, and what they were
 
     def all(self) -> list[torch.Tensor]:
         """Every buffer, once."""
+        if self._listed != _registered[0]:  # else the modules are those that were found: they are many
+            owners = ((f"{name}." if name else "", each._buffers) for name, each in self._module.named_modules())
+            self._owners, self._listed = list(owners), _registered[0]
         every = ((prefix + name, each) for prefix, own in self._owners for name, each in own.items())
         found = {id(each): each for name, each in every if each is not None and name not in self._ignored}
         return list(found.values())
@@ -314,6 +315,16 @@ class Buffers:
         return [(id(each), each.data_ptr()) for each in self.all()]
 
 
+_registered = [0]  # modules that became a part of another one in this process
+
+
+def _count_registered(*_: Any) -> None:
+    _registered[0] += 1
+
+
+register_module_module_registration_hook(_count_registered)
+
+
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     """What it takes of its storage, where it is."""
     last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
@@ -329,19 +340,14 @@ class Held:
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
-        self._final: set[int] | None = None  # parameters that have theirs of the failed pass, by id
+        self.final: set[int] | None = None  # parameters that have theirs of a failed pass, computed again, by id
         self._kept: list[Any] | None = None  # gradients from before the pass
         self.opened = self.late = self.apart = False
 
-    @property
-    def is_final(self) -> bool:
-        """True while the rows of a failed pass are computed again, except for gradients that are already there."""
-        return self._final is not None
-
     def open(self, dependent: bool) -> None:
         """Prepare for the backward pass; `dependent`: rows depend on random draws, or on one another."""
-        self.opened, self.late = True, dependent or self._final is not None
-        self.apart = self.late and (self._final is not None or any(each.grad is not None for each in self._parameters))
+        self.opened, self.late = True, dependent or self.final is not None
+        self.apart = self.late and (self.final is not None or any(each.grad is not None for each in self._parameters))
         if self.apart:
             self._kept = [each.grad for each in self._parameters]
             for each in self._parameters:
@@ -353,7 +359,7 @@ class Held:
             return
         sums: list[Any] = []
         added: list[Any] = []
-        final = self._final or ()
+        final = self.final or ()
         for parameter, kept in zip(self._parameters, self._kept, strict=True):
             if parameter.grad is not None and kept is not None and id(parameter) not in final:
                 sums.append(kept)
@@ -371,7 +377,7 @@ class Held:
 
     def settle(self) -> None:
         """Forget a failed pass whose rows are now all computed."""
-        self._final = None
+        self.final = None
 
     def fail(self, came: set[int]) -> None:
         """Undo the pass, or remember what of it is final."""
@@ -384,5 +390,5 @@ class Held:
                 if id(parameter) in came:
                     parameter.grad = None
         elif self.opened:
-            self._final = set(came)
+            self.final = set(came)
         self.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -24,17 +24,17 @@ from ..torch_loss.measure import LossMeasure
 from ..torch_rows.structure import cut_rows, each_tensor, tensors_in
 from ..training.loss_check import LossMeaning
 from ..training.retreat import say
-from .batch import Part
+from .batch import BatchTracker, OfPart, Part
 from .collectives import average, refuse_meeting
-from .exchange import list_exchanges
-from .retry import describe_memory, drop_frames, free_memory, is_out_of_memory, runs_short
+from .exchange import EXCHANGES, Exchange
+from .retry import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
 from .weights import BatchWeights, WholeBatchLoss
 
 
 def check_part_loss(
-    loss: Callable[[Part], Any],
+    loss: OfPart,
     loader: Any,
-    count: Callable[[Part], Any] | None,
+    count: OfPart | None,
     models: Iterable[Any],
     device: torch.device,
 ) -> LossMeaning | None:
@@ -67,7 +67,7 @@ def check_part_loss(
 
 
 def check_rows(
-    loss: Callable[[Part], Any],
+    loss: OfPart,
     weights: BatchWeights,
     models: Iterable[Any],
     device: torch.device,
@@ -94,33 +94,28 @@ def _to_part(batch: Any, device: torch.device) -> Part:
     return Part(each_tensor(lambda tensor: tensor.to(device), batch), rows, 1.0, lambda scaled: scaled)
 
 
-def _counts(count: Callable[[Part], Any] | None, device: torch.device) -> Count:
+def _counts(count: OfPart | None, device: torch.device) -> Count:
     return lambda batch: {} if count is None else {_COUNTED: float(count(_to_part(batch, device)))}
 
 
 class OptimizerCheck:
-    """Looks at each optimizer of the process before its first step, and again when it has other parameters.
-
-    `trainer` gives the BatchWeights of the batch that is trained on.
-    """
+    """Looks at each optimizer of the process before its first step, and again when it has other parameters."""
 
     def __init__(self) -> None:
-        self.trainer: Callable[[], Any] = lambda: None
         self.steps_schedules = True  # once for a batch, where accelerate steps them once for each process
         self._watched: set[type] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # by their parameters
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
-        if runs_short():
+        if SHORT:
             spare_memory(optimizer)
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:  # else its backward passes follow
             check_summed(optimizer)
         found = hash(tuple(id(each) for group in optimizer.param_groups for each in group["params"]))
-        trainer = self.trainer()
         known, by_loss = self._known.get(optimizer) == found, isinstance(optimizer, LBFGS)
-        if (known and not by_loss) or trainer is None or not trainer.batches.is_training():
+        if (known and not by_loss) or (trainer := _find_trainer()) is None:
             return None
         if closure is None:
             return self._look(optimizer, found, trainer)
@@ -162,6 +157,14 @@ class OptimizerCheck:
 
 
 OPTIMIZER_CHECK = OptimizerCheck()
+
+
+def _find_trainer() -> Any:
+    """The BatchWeights of the batch that is trained on; None where nothing is weighted, or an adapter weighs losses."""
+    found = BatchTracker.newest()
+    if found is None or found.shares.world == 1 or found.weigh == "trainer" or not found.is_training():
+        return None
+    return found
 
 
 _STATE_TENSORS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1}  # as large as a parameter
@@ -208,9 +211,8 @@ def _memory_holds(parameters: list[Any], tensors: int) -> bool:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            held.clear()
             drop_frames(error)
-        finally:
-            del held
         if not last:
             free_memory(parameters[0].device)
     return False
@@ -221,7 +223,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 def check_summed(optimizer: Any) -> None:
     """RequestError if a step would apply gradients of this rank's rows alone."""
-    exchanges = list_exchanges()
+    exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.alone]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}
     if not any(each.waits for each in exchanges):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Event, Thread, current_thread, main_thread
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
@@ -91,8 +91,7 @@ def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bo
         )
     with timer.meeting():
         _check_same(rows)
-        gathered: torch.Tensor = _Gather.apply(rows, tuple(sizes), rank, by_loss, timer)
-    return gathered
+        return cast(torch.Tensor, _Gather.apply(rows, tuple(sizes), rank, by_loss, timer))
 
 
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
@@ -119,11 +118,18 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     return value.detach().new_tensor(mean) if isinstance(value, torch.Tensor) else mean
 
 
-def is_equal_everywhere(value: int, device: torch.device) -> bool:
-    """True if all ranks have the same number."""
+def is_equal_everywhere(value: int, device: torch.device | None, group: Any = None) -> bool:
+    """True if all ranks of the group have the same number."""
     pair = torch.tensor([value, -value], device=device)
-    dist.all_reduce(pair, dist.ReduceOp.MAX)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return bool(pair[0] == -pair[1])
+
+
+def spread(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Copy the first rank's values to every rank of the group."""
+    for device in {each.device for each in tensors}:
+        own = [each.detach() for each in tensors if each.device == device]
+        dist._broadcast_coalesced(dist.group.WORLD if group is None else group, own, 250 << 20, 0)
 
 
 def _check_same(rows: torch.Tensor) -> None:
@@ -164,7 +170,6 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
 
 ENDED, LOST = "evener/ended", "evener/lost"  # keys in the group's store: a rank's own error; it has lost the others
 WAIT_SECONDS = 3.0  # for what the other ranks have to say
-LOOK_SECONDS = 1.0  # between looks for what they have to say
 STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
 _RANK_0_ENDED = "rank 0 ended, and this rank can't go on without it: it was killed, or its output says why."
 _LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
@@ -246,12 +251,10 @@ def end_with_others(device: torch.device) -> None:
         thread.join(WAIT_SECONDS)
 
 
-def await_end(
-    store: Any, rank: int, world: int, is_stuck: Callable[[], bool], over: Event, seconds: float = LOOK_SECONDS
-) -> str:
+def await_end(store: Any, rank: int, world: int, is_stuck: Callable[[], bool], over: Event, seconds: float = 1) -> str:
     """Wait until another rank has noted its error, or the store is gone, and this rank is stuck; returns a sentence.
 
-    Empty once the program is `over`.
+    `seconds` are those between two looks. Empty once the program is `over`.
     """
     others = [f"{ENDED}/{each}" for each in range(world) if each != rank]
     while not over.wait(seconds):

@@ -23,14 +23,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
 from .buckets import GRADIENT, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
-from .collectives import note_own, own_collectives
+from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
 BUCKETS = 6  # about as many: each costs the host the same, and more of them hide little more
 MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
 
 
-def _nothing(*_: Any) -> None:
+def ignore(*_: Any) -> None:
     """Nobody listens."""
 
 
@@ -55,15 +55,15 @@ class Exchange:
         named = {id(each): each for name, each in module.named_parameters() if name not in ignored}
         common = [each for name, each in module.named_buffers() if name not in ignored]
         self.parameters = [each for each in named.values() if each.requires_grad]
-        self.group, self._alone, self.weight = group, alone, 1.0
+        self.group, self.alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
-        for each in _exchanges:  # a sharded model refuses
+        for each in EXCHANGES:  # a sharded model refuses
             each.has_any(set(named))
         if not alone:
             self._agree([*named.values(), *common])
-        self.begun: Callable[[Any, Any], None] = _nothing
-        self.ready: Callable[[], None] = _nothing
-        self.done: Callable[[], None] = _nothing
+        self.begun: Callable[[Any, Any], None] = ignore
+        self.ready: Callable[[], None] = ignore
+        self.done: Callable[[], None] = ignore
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
@@ -88,34 +88,25 @@ class Exchange:
         self._listen()
         self.held, self._tails = Held(self.parameters), Tails()
         self.buffers, self._common = Buffers(module), Buffers(module, ignored)
-        wanted = broadcast_buffers and bool(common) and not alone
+        wanted = broadcast_buffers and not alone
         self._compares = wanted and self._common.keep()  # until buffers change: then they are the first rank's,
         self._spreads = wanted and not self._compares  # after each sum
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
-        _exchanges.add(self)
+        EXCHANGES.add(self)
 
     def has_any(self, parameters: set[int]) -> bool:
         """True if it sums gradients of these parameters, given by id."""
-        return not self._alone and not parameters.isdisjoint(map(id, self.parameters))
+        return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         """Begin with the first rank's weights; RequestError where ranks have other ones to train."""
         with torch.no_grad():
             digest = crc32(str([each.numel() for each in tensors]).encode())
-            both = torch.tensor([digest, -digest], device=tensors[0].device if tensors else None)
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-            if both[0] != -both[1]:
+            if not is_equal_everywhere(digest, tensors[0].device if tensors else None, self.group):
                 raise RequestError("The ranks wrap different models.", "Make the same model on every rank.")
-            self._spread([each.detach() for each in tensors])
-
-    def _spread(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's values to every rank."""
-        group = dist.group.WORLD if self.group is None else self.group
-        for device in {each.device for each in tensors}:
-            own = [each for each in tensors if each.device == device]
-            dist._broadcast_coalesced(group, own, 250 << 20, 0)
+            spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
         """Set the weight of gradients that come from now on; those that wait for their sum keep their own."""
@@ -128,8 +119,10 @@ class Exchange:
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
         """Backward passes through these outputs of the model count; `sync`: they end in a sum."""
-        if _open and torch._C._current_graph_task_id() == -1:
-            _drop_failed()
+        if _open and torch._C._current_graph_task_id() == -1:  # backward passes that ended with an error
+            for each in _open:
+                each._armed, each._broken = False, each._sent > 0
+            _open.clear()
         if self._broken:
             raise RequestError(
                 "An error ended a backward pass when part of its gradients were on their way to the other ranks.",
@@ -139,8 +132,8 @@ class Exchange:
         self._hidden_task = -1
         self.waits = True
         watched = [each for each in outputs if each.requires_grad]
-        for each in watched:
-            each.register_hook(lambda _: self.arm(sync, batch))
+        for output in watched:
+            output.register_hook(lambda _: self.arm(sync, batch))
         if watched:
             return
         reference = weakref.ref(self)  # the outputs are in an object that hides them
@@ -164,7 +157,7 @@ class Exchange:
 
     def _listen(self) -> None:
         """Have parameters say that their gradients have come, if there are some already; else one sees it anyway."""
-        if not self._hooks and (self._alone or self._order is not None or self.has_gradients()):
+        if not self._hooks and (self.alone or self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
@@ -278,7 +271,7 @@ class Exchange:
                 if self._spreads:
                     buffers = self._common.all()
                     with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # as DDP: for kept graphs
-                        self._spread([each.detach() for each in buffers])
+                        spread(buffers, self.group)
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
@@ -304,15 +297,15 @@ class Exchange:
     def open(self, dependent: bool, rows: int) -> None:
         """Prepare for the backward pass of these rows, 0 if it is another one of the same; `dependent` as in Held."""
         self._arrived.clear()
-        self._armed, self._came = self._alone, set()
+        self._armed, self._came = self.alone, set()
         self.held.open(dependent)
         self._listen()
-        if self._alone and self.noise is not None and rows:
+        if self.alone and self.noise is not None and rows:
             self.noise.expect(rows)
 
     def close(self) -> None:
         """Finish after the backward pass."""
-        if self._alone:
+        if self.alone:
             self._armed = False
             self._note_arrived()
             self.held.merge()
@@ -329,13 +322,13 @@ class Exchange:
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
-        if self._alone and self.noise is not None:
+        if self.alone and self.noise is not None:
             self.noise.leave_out()
         self._armed = False
 
 
 _open: dict[Exchange, int] = {}  # those that a backward pass goes through, with its number, in the order of all ranks
-_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
 own_hooks: set[int] = set()  # on parameters, by the id of their handle
 
 
@@ -354,27 +347,10 @@ def _end(task: int) -> None:
         exchange._wait()
 
 
-def _drop_failed() -> None:
-    """Forget backward passes that ended with an error: a forward pass begins, and none runs."""
-    for exchange in _open:
-        exchange._armed, exchange._broken = False, exchange._sent > 0
-    _open.clear()
-
-
-def register(exchange: Any) -> None:
-    """Count the parameters of another kind of exchange as summed."""
-    _exchanges.add(exchange)
-
-
-def list_exchanges() -> list[Exchange]:
-    """The exchanges of this process with other ranks."""
-    return [each for each in _exchanges if isinstance(each, Exchange) and not each._alone]
-
-
 def exchanged_parameters() -> dict[int, bool]:
     """The parameters of this process whose gradients are summed, by id: whether they ever were."""
-    exchanges = sorted(_exchanges, key=lambda exchange: exchange.ran)
-    return {id(each): exchange.ran for exchange in exchanges if not exchange._alone for each in exchange.parameters}
+    exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
+    return {id(each): exchange.ran for exchange in exchanges if not exchange.alone for each in exchange.parameters}
 
 
 def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:

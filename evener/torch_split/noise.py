@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RequestError
-from ..learning.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
+from ..training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, separate
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
@@ -264,23 +264,11 @@ def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(torch._foreach_norm(list(gradients), 2, dtype=_WIDER.get(gradients[0].dtype)))
 
 
-def _stack(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The values in float64 where the first one's device has it, on that device."""
-    device = values[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    if len({(each.device, each.dtype) for each in values}) > 1:
-        values = [each.to(device, wide) for each in values]
-    return torch.stack(list(values)).to(wide)
-
-
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the norms' squares, of one element."""
-    return _stack(norms).square().sum(0, keepdim=True)
-
-
-def make_noise(wanted: bool, world: int) -> NoiseSampler | None:
-    """A sampler for one of `world` ranks, if the noise scale is wanted."""
-    return None if not wanted else PassNoise() if world == 1 else RankNoise()
+    """The sum of the norms' squares in float64, of one element, on the first one's device."""
+    if len({(each.device, each.dtype) for each in norms}) > 1:
+        norms = [each.to(norms[0].device, torch.float64) for each in norms]
+    return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
 def refuse_noise(library: str) -> RequestError:

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -314,15 +315,11 @@ class StepReporter:
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
 
 
-def _note_update(*_: Any) -> None:
+def _tell(note: Callable[[StepTimer], None], *_: Any) -> None:
     for timer in _timers:
-        timer.note_update()
+        note(timer)
 
 
-def _note_updated(*_: Any) -> None:
-    for timer in _timers:
-        timer.note_updated()
-
-
-register_optimizer_step_pre_hook(_note_update)  # for good: one removed while PyTorch calls them raises there
-register_optimizer_step_post_hook(_note_updated)
+# for good: a hook that is removed while PyTorch calls them raises there
+register_optimizer_step_pre_hook(partial(_tell, StepTimer.note_update))
+register_optimizer_step_post_hook(partial(_tell, StepTimer.note_updated))

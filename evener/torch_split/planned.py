@@ -20,21 +20,20 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..live.files import ShareChange
 from ..plan.solver import read_curves
-from ..shares.whole_rows import largest_pass, smallest_pass
 from ..torch_rows.loader import LoaderStates
 from ..torch_rows.sampler import LengthSampler, UnevenBatchSampler
 from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
-from .batch import Part, make_parts, weigh_by_count
-from .checks import OPTIMIZER_CHECK, check_part_loss, check_rows
+from .batch import OfPart, Part, make_parts, weigh_by_count
+from .checks import check_part_loss, check_rows
 from .collectives import add_up, end_when_stuck, explain_at_exit
-from .noise import make_noise, refuse_noise
+from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
 from .retry import Passes, advice
 from .weights import BatchWeights, Weigh
-from .wrapped import check_exchange, check_model, check_normalization, check_sharded, has_own_work, take_on
+from .wrapped import check_exchange, check_model, check_normalization, has_own_work, is_sharded, take_on
 
 
 class PlannedTraining:
@@ -64,17 +63,16 @@ class PlannedTraining:
                 "A guard looks at whole batches, and the plan has passes.", "Use split.check(loader, ...)."
             )
         self.rank, self.world, self.device = found.rank, found.world, found.device
-        self.plan, self.strict, self._is_sharded = found.plan, strict, found.is_sharded
+        self.plan, self.strict = found.plan, strict
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
         if self.world > 1 and join(self.device, backend):
             atexit.register(leave_group)
-        self.noise = make_noise(noise, self.world)
+        self.noise: NoiseSampler | None = None if not noise else PassNoise() if self.world == 1 else RankNoise()
         self.timer = make_timer(self.device, alone=self.world == 1)
         if self.noise is not None:
             self.timer.begun = self.noise.begin
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
         self.weights, self.loaders = BatchWeights(found, weigh, self.timer, self.noise), LoaderStates()
-        self._reference = weakref.ref(self.weights)
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
@@ -86,12 +84,12 @@ class PlannedTraining:
             end_when_stuck()
 
     @property
-    def shares(self) -> RankShares:
-        """The rows of all ranks in force: the plan's, or those that it was rebalanced to last."""
+    def ranks(self) -> RankShares:
+        """The shares of all ranks that are in force: the plan's, or those that it was rebalanced to last."""
         return self.weights.shares
 
-    @shares.setter
-    def shares(self, now: RankShares) -> None:
+    @ranks.setter
+    def ranks(self, now: RankShares) -> None:
         self.weights.shares = self.reporter.shares = now
 
     # ------------------------------------------------------------------ rows
@@ -104,10 +102,10 @@ class PlannedTraining:
         With `lengths`, the tokens of each row, they are dealt so that ranks finish together. `shares` are other ones,
         for a validation; `options` are UnevenBatchSampler's.
         """
-        chosen = tuple(shares) or self.shares.batches
+        chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
             return UnevenBatchSampler(rows, chosen, self.rank, **options)
-        now = self.shares
+        now = self.ranks
         dealer = make_dealer(now.batches, now.micros, now.shares)
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
 
@@ -119,7 +117,7 @@ class PlannedTraining:
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
         """Take these shares, in all loops once the batches `ahead` of their turn are trained."""
-        self.shares = msgspec.structs.replace(self.shares, batches=shares, micros=micros)
+        self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
             each.change_shares(shares, ahead)
 
@@ -129,7 +127,7 @@ class PlannedTraining:
             self.rebalancing.stop()
             self.rebalancing = None
         self.follow(sampler, ahead)
-        even = (self.shares.global_batch // self.world,) * self.world
+        even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, self.ahead)
 
     # ------------------------------------------------------------------ models
@@ -137,20 +135,25 @@ class PlannedTraining:
     def wrap(self, model: Any, **options: Any) -> Any:
         """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
 
-        As `Split.wrap`.
+        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
+        model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
         """
         self.check_whole()
-        weigh, now = self.weights.weigh, self.shares
-        passes = largest_pass(now.batches, now.micros), smallest_pass(now.batches, now.micros)
+        weigh = self.weights.weigh
+        check_normalization(model, weigh, self.world, self.ranks.pass_rows)
         check_model(model, self.plan, self.strict)
-        check_normalization(model, weigh, self.world, *passes)
         if self.world == 1:
             model = model.to(self.device)
             self.weights.follow(model, self.device)
             return model
         check_exchange(model)
         self.timer.has_own_work = has_own_work(model, self.rebalancing is not None)
-        if check_sharded(model, weigh):
+        if is_sharded(model):
+            if weigh == "gradients":
+                raise RequestError(
+                    "FSDP shards the model, and its mean over ranks can't be weighted.",
+                    "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
+                )
             if self.noise is not None:
                 raise refuse_noise("FSDP")
             self.weights.follow(model, self.device)
@@ -167,20 +170,20 @@ class PlannedTraining:
 
     def check_whole(self) -> None:
         """RequestError if the plan has each device hold a part of the model."""
-        if self._is_sharded:
+        if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
                 "Use split.shard(model) in a loop of your own, or transformers' Trainer with with_plan.",
             )
 
-    def check(
-        self, loader: Any, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
-    ) -> LossMeaning | None:
-        """Check on a few rows that the loss of a part is a mean over its rows, or over what `count` counts.
+    def check(self, loader: Any, loss: OfPart, count: OfPart | None = None) -> LossMeaning | None:
+        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over what `count` counts.
 
-        As `Split.check`; `loader` has a `dataset`, a `batch_sampler` of this training's and a `collate_fn`.
+        Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
+        part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
+        The loader has a `dataset`, a `batch_sampler` of this training's and a `collate_fn`.
         """
-        if self.world == 1 and not self.shares.in_passes:
+        if self.world == 1 and not self.ranks.in_passes:
             return None
         if self.weights.equal_passes:
             raise RequestError(
@@ -195,16 +198,13 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a global batch in which each rank has these rows; the one before is over."""
+        """Begin a global batch in which each rank has these rows; the loader of a Split does so itself.
+
+        The one before is over.
+        """
         self.end()
         self.timer.begin(tuple(sizes))
-        self.watch_optimizers()
-        self.weights.batches.begin(sizes)
-
-    def watch_optimizers(self) -> None:
-        """Have optimizers refuse gradients that nothing has weighted, unless a trainer's adapter weighs losses."""
-        if self.world > 1 and self.weights.weigh != "trainer":
-            OPTIMIZER_CHECK.trainer = self._reference
+        self.weights.begin(sizes)
 
     def end(self) -> None:
         """End a global batch; if it was trained, `listeners` are called with its sizes, and shares may change."""
@@ -213,14 +213,19 @@ class PlannedTraining:
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report the current batch, of which `rows` are this rank's, to the monitor.
+        """Tell the monitor that a step on this rank's rows is done; the loader of a Split does so itself.
 
         `tokens` are those of the rows, without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
-    def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
-        """Forward and backward of a batch, in the passes of the plan; as `Split.step`."""
+    def step(self, batch: Any, compute: OfPart, count: OfPart | None = None) -> Any:
+        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `Split.mean`.
+
+        `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
+        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
+        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
+        """
         self.passes.check = partial(check_rows, compute, self.weights, self.weights.models, self.device)
         total: Any = 0.0
         for part in self.parts(batch, count):
@@ -229,22 +234,25 @@ class PlannedTraining:
         self.passes.check = None
         return total
 
-    def parts(
-        self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
-    ) -> Iterator[Part]:
-        """This rank's batch in the passes of the plan; as `Split.parts`."""
-        taken = self.weights.open_parts(batch)
+    def parts(self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None) -> Iterator[Part]:
+        """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
+
+        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
+        over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
+        out of memory comes again in smaller ones. Every rank calls it for every batch.
+        """
+        weights = self.weights
+        taken = weights.open_parts(batch)
         rows = taken.sizes[self.rank]
         try:
-            most = max(1, rows) if taken.origin.dealt else self.shares.micros[self.rank]
-            scale = self.weights.scale if self.weights.by_loss else lambda loss: loss
-            parts = make_parts(batch, rows, most, scale, self.weights.count_equal_passes(taken))
+            most = max(1, rows) if taken.origin.dealt else self.ranks.micros[self.rank]
+            scale = weights.scale if weights.by_loss else lambda loss: loss
+            parts = make_parts(batch, rows, most, scale, weights.count_equal_passes(taken))
             if count is not None:
                 weigh_by_count(parts, count, taken.sizes, self.rank, self.add_up)
-            found = self.weights.list_models(models, taken)
-            yield from self.passes.take(parts, found, self.weights.list_exchanges())
+            yield from self.passes.take(parts, weights.list_models(models, taken), weights.list_exchanges())
         finally:
-            self.weights.close_parts()
+            weights.in_parts = None
 
     def add_up(self, value: Any) -> torch.Tensor:
         """The sum of a figure over the ranks."""
@@ -265,16 +273,13 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank.
-
-    `fix_passes` says how shares are computed where a trainer takes as many passes for any share.
-    """
+    """Changes the shares of this rank's samplers, as all other ranks do; made on every rank."""
 
     def __init__(self, training: PlannedTraining) -> None:
         self._training = training
         training.listeners.append(self.after_step)
-        self._passes: tuple[int, ...] = ()  # of each rank, where they are the same for any share
-        self._planned = training.shares
+        self.passes: tuple[int, ...] = ()  # of each rank, where a trainer takes as many for any share
+        self._planned = training.ranks
         self._rule: Any = None  # made with the first figures, when it is seen how the loop computes
         self._group = dist.new_group(backend="gloo")
         self._step = 0  # batches that were trained on
@@ -285,10 +290,6 @@ class Rebalancing:
         self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
         self._settling = 0  # windows until memory is as it stays
         self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
-
-    def fix_passes(self, passes: Sequence[int]) -> None:
-        """Fix the number of passes of each rank, whatever the shares."""
-        self._passes = tuple(passes)
 
     def stop(self) -> None:
         """Change no shares any more, once no exchange is under way."""
@@ -301,7 +302,7 @@ class Rebalancing:
         self._step += 1
         if self._exchange is not None:
             self._end_exchange(*self._exchange)
-        self._window += sizes == self._training.shares.batches
+        self._window += sizes == self._training.ranks.batches
         if self._window >= self._window_steps:
             self._window = 0
             own_s, step_s = self._medians()
@@ -311,7 +312,7 @@ class Rebalancing:
 
     def state_dict(self) -> dict[str, Any]:
         """The shares in force, and those of the plan, under which alone they make sense."""
-        shares = self._training.shares
+        shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -333,7 +334,7 @@ class Rebalancing:
             self._settling = 1
         self._limit = limit
         self._settling -= 1
-        shares = self._training.shares.batches
+        shares = self._training.ranks.batches
         steps = [step for step in self._training.timer.last(self._window_steps) if step.sizes == shares]
         whole = [step.step_s for step in steps if not math.isnan(step.step_s)]
         own = [step.own_work_s for step in steps if not math.isnan(step.own_work_s)]
@@ -361,7 +362,7 @@ class Rebalancing:
 
     def _decide(self, end: int, own_work_s: Sequence[float], limits: Sequence[int], batches: int) -> bool:
         """Decide on shares by a window that ended at step `end`; True if they change, `batches` batches later."""
-        before = self._training.shares.batches
+        before = self._training.ranks.batches
         if self._rule is None:
             self._rule = self._make_rule()
         change = self._rule.observe(end, own_work_s, before, limits)
@@ -376,13 +377,13 @@ class Rebalancing:
         return True
 
     def _make_rule(self) -> Rebalancer:
-        planned, now = self._planned, self._training.shares.batches
+        planned, now = self._planned, self._training.ranks.batches
         shares = [
             msgspec.structs.replace(each, batch=own) for each, own in zip(planned.shares, planned.batches, strict=True)
         ]
         in_pass = [share.most or math.ceil(GROWTH * micro) for share, micro in zip(shares, planned.micros, strict=True)]
-        by_parts = not self._passes and not self._training.weights.computes_at_once
-        most = list(map(mul, in_pass, self._passes or [1] * planned.world))
+        by_parts = not self.passes and not self._training.weights.computes_at_once
+        most = list(map(mul, in_pass, self.passes or [1] * planned.world))
         grows = [
             by_parts and not share.most and share.batch == own
             for share, own in zip(shares, planned.micros, strict=True)
@@ -390,8 +391,8 @@ class Rebalancing:
         return Rebalancer(now, read_curves(shares), most, by_parts, name_devices(planned.shares), grows)
 
     def _change(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        if self._passes:
-            micros = tuple(-(-share // passes) for share, passes in zip(shares, self._passes, strict=True))
+        if self.passes:
+            micros = tuple(-(-share // passes) for share, passes in zip(shares, self.passes, strict=True))
         self._training.change_shares(shares, micros, ahead)
         self._window = 0
         self._windows.clear()

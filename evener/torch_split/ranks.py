@@ -9,7 +9,7 @@ import socket
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..errors import DeviceError, EvenerError, PlanError, RequestError
 from ..plan.check import check_fit, describe
 from ..plan.file import Plan, Share, load_plan
-from ..shares.whole_rows import count_passes
+from ..shares.whole_rows import count_passes, even
 from ..system.cores import allowed_cpus, core_groups, slice_cores
 from ..training.launched import abort_on_device_error, find_host, launched_device, launched_plan
 from ..training.share_order import RankInfo, check_agreement, divide_by_ratios, order_shares
@@ -77,7 +77,7 @@ def _number(name: str, default: int) -> int:
 def visible_gpus() -> dict[str, int]:
     """The GPUs that PyTorch sees in this process: UUID -> its number for PyTorch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {_uuid(i): i for i in range(count)}
+    return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
 def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
@@ -119,7 +119,8 @@ def settle(device: Any, share: Share | None, trainings: int = 1) -> None:
     elif share is not None and not launched_device() and (cores := slice_cores(share.device, _ALLOWED)):
         _pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
-        _keep_memory()
+        # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 % of a step's time
+        _tell_glibc({_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
 def _pin_threads(cores: Iterable[int]) -> None:
@@ -134,18 +135,16 @@ def fetching_threads(processes: int) -> int:
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
 
-def _keep_memory() -> None:
-    """Let glibc keep what a step frees for the next one; by its own choice it maps and unmaps 15 % of a step's time."""
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        for option, value in ((_MMAP_THRESHOLD, 2**31 - 1), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1)):
-            library.mallopt(option, value)
-
-
 def return_memory() -> None:
     """Let glibc return large pieces as they are freed: gathered units would leave gaps as large as the model."""
+    _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
+
+
+def _tell_glibc(options: Mapping[int, int]) -> None:
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+        library = ctypes.CDLL(None)
+        for option, value in options.items():
+            library.mallopt(option, value)
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
@@ -216,11 +215,6 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _uuid(number: int) -> str:
-    identity = getattr(torch.cuda.get_device_properties(number), "uuid", None)
-    return f"cuda:{number}" if identity is None else f"GPU-{identity}"
-
-
 class RankShares(msgspec.Struct, frozen=True):
     """A plan as the ranks of this training have it; what is of several ranks is in their order."""
 
@@ -262,15 +256,9 @@ class RankShares(msgspec.Struct, frozen=True):
         return self.plan is not None and self.plan.layout.traits.sharded
 
     @property
-    def pass_rows(self) -> int | None:
-        """Rows of the largest pass; None where every share is one pass."""
-        if max(self.passes) == 1:
-            return None
-        return max(-(-batch // count) for batch, count in zip(self.batches, self.passes, strict=True))
-
-    def with_equal_passes(self) -> RankShares:
-        """The shares with every rank in as many passes as the one that needs most."""
-        return msgspec.structs.replace(self, passes=(max(self.passes),) * self.world)
+    def pass_rows(self) -> Iterator[int]:
+        """The rows of each pass of a full batch, of all ranks."""
+        return (rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each))
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
@@ -307,7 +295,8 @@ def find_shares(
     on_gpu = [name for name, i in gpus.items() if device is not None and (device.type, device.index) == ("cuda", i)]
     if chosen is None:
         device = device or choose_device(None, stand, gpus)
-        shares, passes = (_unplanned_share(device, gpus),) * stand.world, (1,) * stand.world
+        name = next((name for name, i in gpus.items() if (device.type, device.index) == ("cuda", i)), str(device))
+        share = Share(name, device.index or 0, str(device), 0, 0.0)  # as the monitor shows it
         divided = divide_by_ratios(ratios, global_batch, stand.world)
         own = RankInfo(machine, "", plan=zlib.crc32(msgspec.json.encode(divided)))
     else:
@@ -323,8 +312,8 @@ def find_shares(
         seen = _seen(chosen.layout.active, ranks)
         differences = fits(devices=seen, world=None, strict=strict, framework="torch")
         return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
-    script, training = os.path.basename(sys.argv[0]), ranks[0].training
-    return RankShares(stand.rank, divided, divided, passes, shares, script, training, device=device)
+    script, training, alike = os.path.basename(sys.argv[0]), ranks[0].training, (share,) * stand.world
+    return RankShares(stand.rank, divided, divided, (1,) * stand.world, alike, script, training, device=device)
 
 
 def _share_by_plan(
@@ -359,9 +348,3 @@ def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...]
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)
-
-
-def _unplanned_share(device: Any, gpus: dict[str, int]) -> Share:
-    """The device as the monitor shows it where no plan names it."""
-    names = [identity for identity, number in gpus.items() if device.type == "cuda" and number == device.index]
-    return Share(names[0] if names else str(device), device.index or 0, str(device), 0, 0.0)

@@ -33,21 +33,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
-_IN_LOOPS = (
+ADVICE = [  # what to do about out-of-memory
     "a pass that runs out of memory is computed again in smaller ones where the loop says"
     " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
-)
-_advice = [_IN_LOOPS]  # what to do about out-of-memory
-
-
-def advise(sentence: str) -> None:
-    """Change the sentence that follows an error of memory that ends this process."""
-    _advice[0] = sentence
+]
 
 
 def advice(error: BaseException) -> str:
     """The sentence to follow an error that ends this process, if memory ran out."""
-    return _advice[0] if is_out_of_memory(error) else ""
+    return ADVICE[0] if is_out_of_memory(error) else ""
 
 
 def drop_frames(error: BaseException) -> str:
@@ -60,12 +54,7 @@ def drop_frames(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-_short: set[torch.device] = set()  # where a pass of this process has run out of memory
-
-
-def runs_short() -> bool:
-    """True if a pass of this process has run out of memory."""
-    return bool(_short)
+SHORT: set[torch.device] = set()  # devices on which a pass of this process has run out of memory
 
 
 def free_memory(device: torch.device) -> None:
@@ -148,7 +137,7 @@ class Passes:
                 if part.origin is None or not queue or queue[0].origin is not part.origin:
                     self._settle()
                 continue
-            if not any(exchange.held.is_final for exchange in self._exchanges):
+            if not any(exchange.held.final is not None for exchange in self._exchanges):
                 part.origin = part  # gradients that become final from now on are so for this part's rows alone
             self._retreat(part)
             part.computed, part.error = False, ""
@@ -231,20 +220,16 @@ class Passes:
         self._state.restore()
         self._state = None
         free_memory(self._device)
-        _short.add(self._device)
-        self._check_left(part)
+        SHORT.add(self._device)
+        held = describe_memory(self._device)
+        self.limit.fail(part.rows, self._least(), held)
+        if self._meets:
+            raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
         self._check_sum(part)
         others = held_by_others(self._device)
         smaller = self.limit.shrink(part.rows, self._least(), others)
         seconds = time.monotonic() - began
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
-
-    def _check_left(self, part: Part) -> None:
-        """DeviceError where nothing smaller is left, or where the loop meets other ranks in a pass."""
-        held = describe_memory(self._device)
-        self.limit.fail(part.rows, self._least(), held)
-        if self._meets:
-            raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
 
     def _look_for_meetings(self, part: Part) -> None:
         """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the plan's pass."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Literal, TypeVar, cast, overload
@@ -20,17 +20,15 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 
 from ..errors import RequestError
-from ..learning.noise_scale import NoiseScale
 from ..plan.file import Plan
 from ..shares.whole_rows import count_passes, shares_to_evaluate
-from ..torch_rows.loader import Loader, check_options, count_rows, warn_of_short_batches
+from ..torch_rows.loader import Loader, check_options, count_rows
 from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
-from ..training.loss_check import LossMeaning
-from .batch import Part, Steps
+from ..training.noise_scale import NoiseScale
+from .batch import OfPart, Steps
 from .collectives import gather_rows
 from .planned import PlannedTraining, raise_no_shares
 from .ranks import find_shares, leave_group
-from .wrapped import Exchanged
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 
@@ -58,7 +56,7 @@ def _checkpoints() -> Any:
     return import_module("evener.torch_shards.checkpoint")  # which builds on this package
 
 
-class Split:
+class Split(PlannedTraining):
     """This process's part of a plan: `rank`, `world`, `device`, `shares` (samples of each rank in a full step).
 
     `plan` is a Plan or its file; evener launch has said it already. Without one, `ratios` and `global_batch` say how to
@@ -70,8 +68,6 @@ class Split:
     batch is compared with those of its parts before its backward pass, RequestError where they don't add up. With
     `journal`, `evener runs` has the training's steps/s, changes of shares and restarts.
     """
-
-    device: torch.device
 
     def __init__(
         self,
@@ -91,14 +87,12 @@ class Split:
             raise RequestError(f"weigh is {weigh!r}.", "Give 'gradients' or 'loss'.")
         same: dict[str, bool | str] = {"weigh": weigh, "rebalance": rebalance, "noise": noise, "guard": guard}
         found = find_shares(plan, ratios, global_batch, same, strict=strict)
-        self._planned = PlannedTraining(
+        super().__init__(
             found, weigh, strict=strict, journal=journal, backend=backend, rebalance=rebalance, noise=noise, guard=guard
         )
-        self.plan, self.rank, self.world = found.plan, found.rank, self._planned.world
-        self.device, self.weigh, self.strict = found.device, weigh, strict
-        self._weights = self._planned.weights
+        self.weigh = weigh
         self._strategy: Any = None  # of Lightning, once it was asked for
-        weakref.finalize(self._planned, self._planned.reporter.close)  # a training that is dropped reports no more
+        weakref.finalize(self, self.reporter.close)  # a training that is dropped reports no more
 
     def __repr__(self) -> str:
         return f"Split(shares={self.shares}, rank={self.rank}, device={self.device}, weigh={self.weigh!r})"
@@ -106,12 +100,12 @@ class Split:
     @property
     def shares(self) -> tuple[int, ...]:
         """Rows of each rank in a full step: the plan's, or those that it was rebalanced to last."""
-        return self._planned.shares.batches
+        return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
         """The most of them in one pass."""
-        return self._planned.shares.micros
+        return self.ranks.micros
 
     @property
     def global_batch(self) -> int:
@@ -121,7 +115,7 @@ class Split:
     @property
     def rows(self) -> int:
         """The rows that count of this rank's current batch; 0 if it only keeps step. RequestError outside a loop."""
-        batch = self._weights.batches.current
+        batch = self.weights.current
         if batch is None:
             raise RequestError("No batch is in hand: split.rows is of the loader's batch.", "Read it inside the loop.")
         return batch.sizes[self.rank]
@@ -129,12 +123,12 @@ class Split:
     @property
     def noise_scale(self) -> NoiseScale | None:
         """The noise scale of the gradient so far, in rows, with its interval; None before enough steps."""
-        return None if self._planned.noise is None else self._planned.noise.scale()
+        return None if self.noise is None else self.noise.scale()
 
     @property
     def weight(self) -> float:
         """This rank's part of the current batch, 0 to 1; after a loop, of its last batch."""
-        return self._weights.weight
+        return self.weights.weight
 
     def loader(
         self,
@@ -161,11 +155,11 @@ class Split:
         check_options(options)
         rows = count_rows(dataset)
         chosen = None if order is None else RowOrder(order, rows, seed)
-        now = self._planned.shares
+        now = self.ranks
         shares = now.batches if training else shares_to_evaluate(now.batches, now.micros)
         if lengths is not None:
-            _check_dealt(training, self._strategy, self._planned.rebalancing)
-        sampler = self._planned.sampler(
+            _check_dealt(training, self._strategy, self.rebalancing)
+        sampler = self.sampler(
             rows,
             lengths=lengths,
             shares=shares,
@@ -176,50 +170,42 @@ class Split:
             join_tail=not training,
         )
         if self.rank == 0:
-            warn_of_short_batches(sampler, sum(shares) if self.plan and training else 0)
+            sampler.warn_of_short_batches(sum(shares) if self.plan and training else 0)
         if training and self._strategy is not None:
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (now.in_passes or sampler.is_dealt)  # a part is sent as its turn comes
-        steps = Steps(self._planned, training)
+        steps = Steps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:
             return made
-        self._planned.follow(sampler, made.drawn_ahead)
-        return self._planned.loaders.add(made)
+        self.follow(sampler, made.drawn_ahead)
+        return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint needs of the split: each training loader's position after the current batch.
 
         It is the same on every rank, and fit for JSON.
         """
-        state, rebalancing = self._planned.loaders.state_dict(), self._planned.rebalancing
+        state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the training loaders, in the order in which they are made, go on at `state`; also under another plan."""
-        if self._planned.rebalancing is not None and "planned" in state:
-            self._planned.rebalancing.load_state_dict(state)
-        self._planned.loaders.load_state_dict(state)
+        if self.rebalancing is not None and "planned" in state:
+            self.rebalancing.load_state_dict(state)
+        self.loaders.load_state_dict(state)
 
-    def strategy(self, count: Callable[[Part], Any] | None = None, check: bool = True, **options: Any) -> Any:
+    def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
         """A strategy for `lightning.Trainer`: DistributedDataParallel with these shares; options as DDPStrategy has.
 
         Make the training's `split.loader` after it. `count(part)` is as in `parts`. RequestError before the first step
         unless the loss of a few rows is a mean over rows, or what is counted; `check=False` leaves that out.
         """
-        self._planned.check_whole()
+        self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
         passes = max(map(count_passes, self.shares, self.micros))
-        self._strategy = kind(self._planned, passes, count, check, **options)
+        self._strategy = kind(self, passes, count, check, **options)
         return self._strategy
-
-    def wrap(self, model: Model, **options: Any) -> Model | Exchanged:
-        """The model on this process's device, its gradients weighted and summed over the ranks; on one device itself.
-
-        Options are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as DistributedDataParallel has them. A
-        model that is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), comes back itself.
-        """
-        return cast("Model | Exchanged", self._planned.wrap(model, **options))
 
     def shard(
         self,
@@ -240,7 +226,7 @@ class Split:
         optimizer after it. RequestError for what can't be sharded.
         """
         made = import_module("evener.torch_shards.make")  # which builds on this package
-        return cast(Model, made.shard(self._planned, model, shard, units, state, dtype))
+        return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """On rank 0 a sharded model's whole parameters and buffers in the host's memory, as `state_dict` has them.
@@ -268,46 +254,12 @@ class Split:
         """
         return _checkpoints().load(folder, model, optimizer)
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Say that what follows is a batch in which each rank has these rows; the loader does so itself."""
-        self._weights.batches.begin(sizes)
-
-    def step(self, batch: Any, compute: Callable[[Part], Any], count: Callable[[Part], Any] | None = None) -> Any:
-        """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `split.mean`.
-
-        `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
-        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
-        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
-        """
-        return self._planned.step(batch, compute, count)
-
-    def parts(
-        self, batch: Any, count: Callable[[Part], Any] | None = None, models: Sequence[Any] | None = None
-    ) -> Iterator[Part]:
-        """This rank's batch in the passes of the plan: compute each part.batch, and call part.backward(loss).
-
-        The last pass exchanges gradients, of all wrapped models or of `models`. `count(part)` is what a mean that isn't
-        over rows is divided by, such as the tokens that aren't ignored. If the body is `with part:`, a part that runs
-        out of memory comes again in smaller ones. Every rank calls it for every batch.
-        """
-        return self._planned.parts(batch, count, models)
-
-    def check(
-        self, loader: Loader, loss: Callable[[Part], Any], count: Callable[[Part], Any] | None = None
-    ) -> LossMeaning | None:
-        """Check on a few rows of `loader` that the loss of a part is a mean over its rows, or over what `count` counts.
-
-        Before the first step, and without a trace: `split.check(loader, lambda part: criterion(model(part.batch[0]),
-        part.batch[1]))`. RequestError on every rank where shares would change what is learned; every rank calls it.
-        """
-        return self._planned.check(loader, loss, count)
-
     def scale(self, loss: Any) -> Any:
         """The mean loss of this rank's rows, weighted so that DDP's mean over ranks is exact; for `weigh="loss"`."""
-        self._weights.refuse_in_parts("scale")
-        if self._weights.weigh != "loss":
+        self.weights.refuse_in_parts("scale")
+        if self.weights.weigh != "loss":
             raise RequestError("The gradients are weighted already.", "Call loss.backward(), or Split(weigh='loss').")
-        return self._weights.scale(loss)
+        return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
         """The loss `total / count` over the global batch, for a mean that isn't over rows; every rank calls it.
@@ -315,10 +267,10 @@ class Split:
         `total` is this rank's sum of losses, `count` of what it is to be divided by: tokens that aren't ignored, or the
         sum of class weights. `loss.backward()`, `scale` and `mean` then do what they do with a mean over rows.
         """
-        self._weights.refuse_in_parts("loss")
-        if not self._weights.sizes[self.rank]:
+        self.weights.refuse_in_parts("loss")
+        if not self.weights.sizes[self.rank]:
             total, count = total * 0, torch.as_tensor(count) * 0
-        counted = self._planned.add_up(count)
+        counted = self.add_up(count)
         return total / (counted * (self.weight or 1.0)).to(torch.promote_types(total.dtype, torch.float32))
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -327,10 +279,10 @@ class Split:
         Rows that only keep step are left out. Gradients flow back to the rank that computed a row, so that a loss over
         the whole batch is exact: every rank computes it and calls backward().
         """
-        self._weights.refuse_in_parts("gather")
+        self.weights.refuse_in_parts("gather")
         if self.world == 1:
             return rows
-        return gather_rows(rows, self._weights.sizes, self.rank, self._weights.by_loss, self._planned.timer)
+        return gather_rows(rows, self.weights.sizes, self.rank, self.weights.by_loss, self.timer)
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """The model's `no_sync`, for all but the last step of an accumulation; nothing where there is no other rank."""
@@ -338,8 +290,8 @@ class Split:
 
     def mean(self, value: Any) -> float:
         """The mean over the current global batch of a figure that each rank has as the mean over its rows."""
-        self._weights.refuse_in_parts("mean")
-        return float(self.total(value * self.weight if self._weights.sizes[self.rank] else 0.0))
+        self.weights.refuse_in_parts("mean")
+        return float(self.total(value * self.weight if self.weights.sizes[self.rank] else 0.0))
 
     @overload
     def total(self, value: float) -> float: ...
@@ -347,19 +299,12 @@ class Split:
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
         """The sum over the ranks: of a number a float, of a tensor with dimensions a tensor. Every rank calls it."""
-        self._weights.refuse_in_parts("total")
-        figure = self._planned.add_up(value)
+        self.weights.refuse_in_parts("total")
+        figure = self.add_up(value)
         return figure if figure.ndim else float(figure)
-
-    def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Tell the monitor that a step on this rank's rows is done; the loader does so itself.
-
-        `tokens` are those of the rows, without and with padding.
-        """
-        self._planned.report(rows, tokens)
 
     def close(self) -> None:
         """Leave the process group and stop reporting; done at exit if the group was made here."""
-        self._planned.reporter.close()
+        self.reporter.close()
         if self.world > 1:
             leave_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RequestError
 from ..shares.whole_rows import count_passes, gradient_weight
-from . import wrapped as model_checks
 from .batch import BatchTracker, TakenBatch
 from .exchange import Exchange, exchanged_parameters
 from .noise import NoiseSampler, refuse_noise
 from .own_work import StepTimer
 from .ranks import RankShares
-from .wrapped import take_over, watch
+from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
 
 
 class WholeBatchLoss(BaseException):  # it ends a check past what catches errors
@@ -30,19 +29,19 @@ Weigh = Literal["gradients", "loss", "trainer"]
 NUMBERS = 4  # of batches that ranks tell apart: their sum over 64 ranks is exact in bfloat16
 
 
-class BatchWeights:
-    """The rows and weight of one rank in the current batch, by the `shares` in force.
+class BatchWeights(BatchTracker):
+    """The rows and weight of one rank in the batch that it computes, by the `shares` in force.
 
     `weigh` says who applies the weight: the sum of gradients; `scale`, to a loss; or a trainer's adapter. `timer` is
     marked when a step's last gradient is there.
     """
 
     def __init__(self, shares: RankShares, weigh: Weigh, timer: StepTimer, noise: NoiseSampler | None) -> None:
+        super().__init__()
         self.shares, self.weigh = shares, weigh
-        self.batches = BatchTracker()
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._checking = False
-        self._open: TakenBatch | None = None  # the batch whose parts are computed
+        self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
         self.noise = noise  # of the one model that is trained
@@ -61,7 +60,7 @@ class BatchWeights:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The rows of all ranks in the current batch; after an epoch, in its last; before the first, in a full one."""
-        batch = self.batches.current or self.batches.last
+        batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
 
     @property
@@ -79,7 +78,7 @@ class BatchWeights:
                 raise refuse_noise("FSDP or another library")
             return []
         exchange = take_over(wrapper, by_loss=True)
-        self._listen(exchange)
+        self.attach(model, exchange)
         watch(model, None, lambda *_: None)
         return [] if exchange is None else [exchange]
 
@@ -94,10 +93,6 @@ class BatchWeights:
     def attach(self, model: Any, exchange: Exchange | None) -> None:
         """Weigh what the exchange of a wrapped model sums; where losses are weighted, it takes their mean."""
         self.models.add(model)
-        self._listen(exchange)
-
-    def _listen(self, exchange: Exchange | None) -> None:
-        """Weigh what the exchange sums, and mark when it does."""
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
             if self.noise is not None:
@@ -166,22 +161,22 @@ class BatchWeights:
                 "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
                 "Compute all of the batch in training_step.",
             )
-        self._open = self._identify(batch, True)
-        return self._open
+        self.in_parts = self._identify(batch, True)
+        return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
         """The models that exchange the batch's gradients: those given, else all that are wrapped."""
         models, dealt = list(self.models if given is None else given), batch.origin.dealt
         if self.shares.world == 1 or not (self.shares.in_passes or dealt):
             return models
-        if any(map(model_checks.is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
+        if any(map(is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of passes in this batch.",
                 "Use DistributedDataParallel, or a plan without passes (evener balance --micro off) and no lengths; if"
                 " only the last batch is short, drop_last=True.",
             )
         for model in models if dealt else ():
-            model_checks.check_passes(model)
+            check_passes(model)
         if not models:
             raise RequestError(
                 "split.parts knows of no wrapped model, so each pass would exchange gradients.",
@@ -210,10 +205,6 @@ class BatchWeights:
             )
         return max(self._count_passes(batch))
 
-    def close_parts(self) -> None:
-        """All passes of a batch are computed."""
-        self._open = None
-
     def refuse_in_parts(self, name: str) -> None:
         """RequestError while parts are computed: the ranks have different numbers of passes, and would wait forever.
 
@@ -221,7 +212,7 @@ class BatchWeights:
         """
         if self._checking and name in ("loss", "gather"):
             raise WholeBatchLoss
-        if self._open is not None or self.in_pass:
+        if self.in_parts is not None or self.in_pass:
             raise RequestError(
                 f"split.{name} can't be called inside split.parts, or training_step where shares take several passes:"
                 " it is of a whole batch, and ranks wait for each other in it.",
@@ -243,17 +234,18 @@ class BatchWeights:
         if self._checking:
             return None
         if not torch.is_grad_enabled():
-            self.batches.skip()
+            if self.current is not None:
+                self.current.used = True
             return None
-        if self._open is None and model.training:
+        if self.in_parts is None and model.training:
             self.computes_at_once = True
             if self.shares.in_passes:
                 raise self._parts_missing()
         if self.shares.world == 1:
             return None
-        model_checks.check_not_inside_ddp()
+        check_not_inside_ddp()
         try:
-            return self._open or self._identify(inputs, model.training)
+            return self.in_parts or self._identify(inputs, model.training)
         except RequestError as error:
             if model.training:
                 raise
@@ -261,7 +253,7 @@ class BatchWeights:
             return error.with_traceback(None)
 
     def _identify(self, inputs: Any, training: bool) -> TakenBatch:
-        batch = self.batches.find(inputs, training)
+        batch = self.find(inputs, training)
         if batch is None:
             raise RequestError(
                 "The model computes gradients, but no batch of split.loader is in hand to weigh them by.",
@@ -271,9 +263,8 @@ class BatchWeights:
 
     def scale(self, loss: Any) -> Any:
         """The mean loss of this rank's rows, weighted so that the mean over ranks is the mean over the batch."""
-        batch = self.batches.current
-        if batch is not None and not batch.used:
-            self.batches.find((), training=True)  # refuses if several are in use
+        if self.current is not None and not self.current.used:
+            self.find((), training=True)  # refuses if several are in use
         scaled = loss * (self.shares.world * self.weight)
         if getattr(scaled, "requires_grad", False):
             scaled.register_hook(self._note_scaled)
@@ -281,10 +272,30 @@ class BatchWeights:
 
     def check_trained(self, parameters: list[Any]) -> None:
         """RequestError if an optimizer is about to apply gradients that nothing weighted."""
-        if not self.by_loss:
-            _check_weighted(parameters, exchanged_parameters())
-        elif self._scaled_pass is None:
-            raise _scale_forgotten()
+        if self.by_loss:
+            if self._scaled_pass is None:
+                raise _scale_forgotten()
+            return
+        exchanged = exchanged_parameters()
+        missing = sum(id(each) not in exchanged for each in parameters)
+        if missing == len(parameters):
+            raise RequestError(
+                "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
+                "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
+                " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
+                " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
+            )
+        if missing:
+            raise RequestError(
+                f"Of {len(parameters)} parameters that the optimizer trains, {missing} weren't in the model when"
+                " split.wrap was called, so their gradients aren't exchanged.",
+                "Add and unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+            )
+        if not all(exchanged[id(each)] for each in parameters):
+            raise RequestError(
+                "The gradients were never exchanged with the other ranks.",
+                "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
+            )
 
     def _parts_missing(self) -> RequestError:
         rows = self.shares.batches
@@ -299,29 +310,6 @@ class BatchWeights:
 
     def _note_scaled(self, gradient: Any) -> None:
         self._scaled_pass = torch._C._current_graph_task_id()
-
-
-def _check_weighted(trained: list[Any], exchanged: Mapping[int, bool]) -> None:
-    """RequestError unless gradients of all parameters are weighted and were exchanged, as `exchanged` says by id."""
-    missing = sum(id(each) not in exchanged for each in trained)
-    if missing == len(trained):
-        raise RequestError(
-            "The optimizer trains a model whose gradients aren't weighted: the ranks would learn something else.",
-            "Write model = split.wrap(model) (after accelerate, split.wrap(accelerator.prepare(model)); of a copy,"
-            " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') and split.scale(loss); in"
-            " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
-        )
-    if missing:
-        raise RequestError(
-            f"Of {len(trained)} parameters that the optimizer trains, {missing} weren't in the model when split.wrap"
-            " was called, so their gradients aren't exchanged.",
-            "Add and unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
-        )
-    if not all(exchanged[id(each)] for each in trained):
-        raise RequestError(
-            "The gradients were never exchanged with the other ranks.",
-            "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
-        )
 
 
 def _scale_forgotten() -> RequestError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -33,7 +33,7 @@ def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
     """Warn, or raise PlanError with `strict`, if the plan was measured with another model."""
     if plan is not None:
         for difference in check_fit(plan, devices=None, world=None, workload_digest=model_digest(model), strict=strict):
-            warnings.warn(difference, stacklevel=4)
+            warnings.warn(difference, stacklevel=3)
 
 
 _OPTIONS = {"bucket_cap_mb", "broadcast_buffers", "process_group"} | {  # and those that make no difference here
@@ -91,12 +91,10 @@ def take_on(
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy
         model, found = found.module, None
     if found is None:
-        model = found = wrap_module(model, device, options, forward)
-    else:
-        watch(model, device, forward)
-        if getattr(found, "exchange", None) is None:
-            take_over(found, by_loss)
-    return model, getattr(found, "exchange", None)
+        made = wrap_module(model, device, options, forward)
+        return made, made.exchange
+    watch(model, device, forward)
+    return model, getattr(found, "exchange", None) or take_over(found, by_loss)
 
 
 def wrap_module(
@@ -249,17 +247,6 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
     return False
 
 
-def check_sharded(model: Any, weigh: str) -> bool:
-    """True if FSDP2 shards the model; RequestError if its gradients are to be weighted."""
-    sharded = is_sharded(model)
-    if sharded and weigh == "gradients":
-        raise RequestError(
-            "FSDP shards the model, and its mean over ranks can't be weighted.",
-            "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
-        )
-    return sharded
-
-
 def check_exchange(model: Any) -> None:
     """RequestError if another library exchanges the gradients, or the parts of a row."""
     names = _class_names(model)
@@ -290,32 +277,34 @@ def check_not_inside_ddp() -> None:
         )
 
 
-def check_normalization(model: Any, weigh: str, world: int, pass_rows: int | None, fewest: int = 2) -> None:
+def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn of normalization over a device's own rows; RequestError for what mixes the ranks' gradients unweighted.
 
-    `pass_rows` are those of the largest pass, where shares are computed in passes; `fewest` of the smallest in a full
-    batch.
+    `passes` are the rows of each pass of a full batch, of all ranks.
     """
     kinds = [type(module) for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
-    synchronized = any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
+    if not kinds:
+        return
+    rows = tuple(passes)
+    in_passes, synchronized = len(rows) > world, any(issubclass(kind, torch.nn.SyncBatchNorm) for kind in kinds)
     if synchronized and world > 1:
-        if pass_rows is not None:
+        if in_passes:
             check_passes(model)
         if weigh == "gradients":
             raise RequestError(
                 "SyncBatchNorm mixes the ranks' gradients before they can be weighted.",
                 "Use Split(..., weigh='loss') and split.scale(loss).backward(), which is exact.",
             )
-    if kinds and pass_rows is not None:
-        warnings.warn(f"Batch normalization sees one pass of {pass_rows} rows, not the whole share.", stacklevel=3)
-    if kinds and not synchronized and world > 1:
+    if in_passes:
+        warnings.warn(f"Batch normalization sees one pass of {max(rows)} rows, not the whole share.", stacklevel=3)
+    if not synchronized and world > 1:
         warnings.warn(
             f"{kinds[0].__name__} normalizes over each device's own share, so training depends on the split; "
             "SyncBatchNorm (on GPUs), GroupNorm or LayerNorm don't. A short last batch can leave a device a single "
             "row, of which PyTorch takes no statistics: use drop_last=True.",
             stacklevel=3,
         )
-    if kinds and fewest < 2:
+    if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, also with drop_last=True:"
             " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",

@@ -70,7 +70,8 @@ class DealWays:
                 tried.add((rows, *stops))
                 hands = self._deal_blocks(rows, stops)
                 if hands is not None:
-                    self._deal_singly(hands, rows, stops)
+                    for start, stop in pairwise((rows, *(stop for stop in stops if stop > rows))):
+                        self._deal_run(hands, start, stop)
                     yield hands
 
     def _list_cuts(self) -> Iterator[list[int]]:
@@ -152,15 +153,8 @@ class DealWays:
             hands.finish[rank] = finish
         return hands if row == rows else None
 
-    def _deal_singly(self, hands: Hands, row: int, stops: Sequence[int]) -> None:
-        """The rows from `row` on, each to the rank that would be done first."""
-        for stop in stops:
-            if row < stop:
-                self._deal_run(hands, row, stop)
-                row = stop
-
     def _deal_run(self, hands: Hands, start: int, stop: int) -> None:
-        """The rows of one run; each rank's first one begins a pass."""
+        """Deal the rows of one run, each to the rank that would be done first; a rank's first one begins a pass."""
         finish, passes, fixed, seconds = hands.finish, hands.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
@@ -291,8 +285,7 @@ def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
     if costs:
-        tokens = (share.tokens for share in shares)
-        return Dealer(tuple(map(RankCost, costs, tokens)), ratios)
+        return Dealer(tuple(map(RankCost, costs, (share.tokens for share in shares))), ratios)
     ranks = (
         RankCost(Cost(0.0, 1.0 / batch, 0.0), rows=micro if micro < batch else 0)
         for batch, micro in zip(batches, micros, strict=True)

@@ -266,15 +266,11 @@ class Rebalancer:
                 return f"{self._names[rank]} takes {self._counts[rank]} passes"
             return f"{self._names[rank]} slower by {percent:.0f} % than planned"
         word, percent = "slower" if shifts[rank] > 0 else "faster", 100 * abs(math.expm1(shifts[rank]))
-        since = f"{self._find_start(rank, usual[rank], shifts[rank]):,}".replace(",", " ")
-        return f"{self._names[rank]} {word} by {percent:.0f} % since step {since}"
-
-    def _find_start(self, rank: int, usual: float, shift: float) -> int:
-        """The step since which the rank's windows are nearer to the shifted factor than to the usual one."""
-        first = len(self._windows) - 1
-        while first and math.log(self._windows[first - 1][rank] / usual) / shift > 0.5:
+        first = len(windows) - 1  # since then they are nearer to the shifted factor than to the usual one
+        while first and math.log(windows[first - 1][rank] / usual[rank]) / shifts[rank] > 0.5:
             first -= 1
-        return self._starts[first]
+        since = f"{self._starts[first]:,}".replace(",", " ")
+        return f"{self._names[rank]} {word} by {percent:.0f} % since step {since}"
 
 
 def advise(

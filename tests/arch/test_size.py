@@ -15,7 +15,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 NINTH_TENTH = 15  # lines that nine of ten functions have at most
 MOST_RETURNS = {  # on the ways of tests/support/walk.py, and what they lead to
     "balance": (7, "balancer/session.py Session.__init__"),
-    "split": (28, "called back: evener/torch_split/buckets.py Bucket.receive"),
+    "split": (24, "called back: evener/torch_split/buckets.py Bucket.receive"),
 }
 
 PRODUCT = [path for package in PACKAGES for path in files(package)]

@@ -103,7 +103,7 @@ def test_steps_of_one_pass_are_refused() -> None:
 
 def test_memory_that_runs_out_in_a_pass_leaves_its_step_out() -> None:
     split = programs.make_split((64,), (16,), noise=True)
-    model, noise = split.wrap(programs.network()), split._planned.noise
+    model, noise = split.wrap(programs.network()), split.noise
     assert isinstance(noise, PassNoise)
     noise.every, passes = 1, 0
 

@@ -320,7 +320,7 @@ def test_a_plan_for_more_rows_than_there_are_is_said() -> None:
 
 
 def test_a_trainer_whose_model_is_not_wrapped_is_refused(one_rank_of_two: Split) -> None:
-    planned, model = one_rank_of_two._planned, torch.nn.Linear(3, 1)
+    planned, model = one_rank_of_two, torch.nn.Linear(3, 1)
     planned.begin((6, 2))
     model(torch.randn(6, 3)).mean().backward()
     with pytest.raises(RequestError, match="gradients aren't weighted"):

@@ -106,7 +106,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
     found["predicted"] = predict(accelerator, model)
     found["taken over"] = split is None or model.reducer is None
     if name == "rebalanced" and split is not None:
-        assert split._planned.reporter.changes
+        assert split.reporter.changes
     accelerator.free_memory()
     return found
 
@@ -183,7 +183,7 @@ def make_split(name: str, plan: Any) -> Split:
     """For one of the loops."""
     split = Split(plan, rebalance=name == "rebalanced")
     if name == "rebalanced":
-        rotate_shares(split._planned.rebalancing)
+        rotate_shares(split.rebalancing)
     return split
 
 

@@ -118,9 +118,9 @@ def train(program: Program, split: Any, folder: str) -> dict[str, Any]:
         return module, trainer
 
     if program.rebalance:
-        rotate_shares(split._planned.rebalancing)
+        rotate_shares(split.rebalancing)
     if not program.resume_after:
-        return {**describe(*fit(split)), "changes": len(split._planned.reporter.changes)}
+        return {**describe(*fit(split)), "changes": len(split.reporter.changes)}
     saves = pl.callbacks.ModelCheckpoint(folder, "half", every_n_train_steps=program.resume_after, save_top_k=-1)
     fit(split, enable_checkpointing=True, callbacks=[saves])
     return describe(*fit(Split(make_plan(split.shares[::-1])), f"{folder}/half.ckpt"))

@@ -64,7 +64,7 @@ def train(
         shares = tuple(Share(f"sim:{i}", i, f"sim {i}", rows, rows / total) for i, rows in enumerate(batches))
         found = RankShares(rank, tuple(batches), tuple(batches), (1,) * len(batches), shares, "a", "b")
         training: Any = SimpleNamespace(
-            shares=found,
+            ranks=found,
             ahead=0,
             _samplers=(),
             timer=Timer(),
@@ -78,8 +78,8 @@ def train(
         ranks.append(training)
     seen = []
     for step in range(steps):
-        sizes = ranks[0].shares.batches
-        assert all(each.shares.batches == sizes for each in ranks)
+        sizes = ranks[0].ranks.batches
+        assert all(each.ranks.batches == sizes for each in ranks)
         seen.append(sizes)
         works = [own(step, rank, sizes[rank]) for rank in range(len(ranks))]
         for rank, training in enumerate(ranks):

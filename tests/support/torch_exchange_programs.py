@@ -105,6 +105,7 @@ class Drifting(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         held = self.held
         scores: torch.Tensor = self.net(inputs) * held.factor.clone() + held.count * 0.1 + held.even[0]
+        scores = scores + sum(each.shift for each in held.children())
         self.step += 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         if self.step in self.steps and (rank or self.first):
@@ -127,6 +128,11 @@ def _replace(held: Any, by: int) -> None:
 
 def _put_other_memory(held: Any, by: int) -> None:
     held.factor.data = held.factor + 0.1 * by
+
+
+def _add_module(held: Any, by: int) -> None:
+    held.part = nn.Module()
+    held.part.register_buffer("shift", torch.arange(CLASSES) * 0.1 * by)
 
 
 def _count_unseen(held: Any, by: int) -> None:
@@ -165,6 +171,23 @@ def a_buffer_that_is_replaced(shares: tuple[int, ...], rows: TensorDataset) -> l
 @exact
 def a_buffer_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     return fit(shares, rows, Drifting(range(3, 4), _put_other_memory), plain)
+
+
+@exact
+def a_module_of_buffers_that_is_added_later(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    return fit(shares, rows, Drifting(range(3, 4), _add_module), plain)
+
+
+@exact
+def weights_in_other_memory(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
+    """The loop replaces `weight.data`, also by memory in another order."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        plain(model, optimizer, inputs, labels)
+        for each in model.parameters():
+            each.data = (each.data * 0.9).T.contiguous().T if each.ndim == 2 else each.data * 0.9
+
+    return fit(shares, rows, network(), step)
 
 
 @exact

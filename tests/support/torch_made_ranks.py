@@ -57,7 +57,7 @@ def _train(pauses: str) -> Any:
 
 def _end(split: Split) -> Any:
     (own,) = (each for each in read_trainings() if each.pid == os.getpid())
-    split._planned.reporter.close()
+    split.reporter.close()
     return own
 
 
@@ -84,7 +84,7 @@ def _hold(folder: Path, rank: int, where: str) -> Any:
         _stay(folder, where, rank == 1 and step == 4 and where == "between steps")
     if watcher:
         assert not os.waitpid(watcher, 0)[1]
-    split._planned.reporter.close()
+    split.reporter.close()
     return None if rank else (folder / f"{where}.json").read_bytes()
 
 

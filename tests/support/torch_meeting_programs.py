@@ -104,7 +104,7 @@ def train_noted(folder: Path, rank: int, state: str) -> None:
     for step, batch in enumerate(split.loader(TensorDataset(torch.randn(48, WIDTH).double()))):
         fuse.at, fuse.passes = [("forward", 0, 0)] if step in (rank, 2 * rank) else [], -1
         split.step(batch, lambda part: model(part.batch[0]).square().mean())
-        said += [split._planned.reporter.retreat] if fuse.burst > len(said) else []
+        said += [split.reporter.retreat] if fuse.burst > len(said) else []
     split.close()
     training = runs.load_training("20261122-120000-abc1")
     assert training is not None

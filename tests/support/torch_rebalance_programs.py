@@ -91,7 +91,7 @@ def _live_record(split: Split, by_mean: bool = False) -> tuple[dict[str, Any], f
         optimizer.zero_grad()
         loss.item()  # once a GPU has computed the step
     (own,) = (each for each in read_trainings() if each.pid == os.getpid())
-    split._planned.reporter.close()
+    split.reporter.close()
     held_up = [clock.seconds(start, end) for clock, start, end in _held_up]
     return msgspec.to_builtins(own), median(held_up or [0.0])
 
@@ -216,9 +216,9 @@ class _Training:
     def _run_until(self, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
         case = self._case
         split = Split(ratios=SHARES[0], global_batch=GLOBAL_BATCH, weigh=case.weigh, rebalance=True)
-        split._planned.timer._clock = self._clock
+        split.timer._clock = self._clock
         if case.slow is None:
-            script(split._planned.rebalancing, ScriptedRule(case.micros))
+            script(split.rebalancing, ScriptedRule(case.micros))
         if state is not None:
             split.load_state_dict(state)
         model = split.wrap(self.net.to(split.device))
@@ -230,7 +230,7 @@ class _Training:
             for batches in zip(*loaders, strict=True):
                 self._step(split, model, batches)
                 if self._seen == last:
-                    self.changes += [(each.after, each.step) for each in split._planned.reporter.changes]
+                    self.changes += [(each.after, each.step) for each in split.reporter.changes]
                     return json.loads(json.dumps(split.state_dict()))
 
     def _step(self, split: Split, model: Any, batches: Sequence[Any]) -> None:
@@ -238,7 +238,7 @@ class _Training:
         synced = (self._seen + 1) % case.accumulate == 0
         for number, (inputs, labels, rows) in enumerate(batches):
             if number == 0:
-                found: Any = split._weights.batches.find((inputs,), True)
+                found: Any = split.weights.find((inputs,), True)
                 self.rows[-1] += rows[: found.sizes[self._rank]].tolist()
             with nullcontext() if synced else split.no_sync(model):
                 self._compute(split, model, inputs, labels)

@@ -71,7 +71,7 @@ class _Training:
         self._clock = TurnedClock()
         self._numbers = random.Random(rank)
         self._split = Split(ratios=SHARES, global_batch=sum(SHARES), rebalance=True)
-        self._split._planned.timer._clock = self._clock
+        self._split.timer._clock = self._clock
         self._net: Any = self._split.wrap(torch.nn.Linear(WIDTH, CLASSES).double())
         self._optimizer = torch.optim.SGD(self._net.parameters(), 0.01)
 
@@ -84,8 +84,8 @@ class _Training:
             for number, batch in enumerate(loader):
                 self._step(epoch * BATCHES + number + 1, held, *batch)
         assert rows.fetched == self._case.steps
-        changes = [(each.step, each.after) for each in self._split._planned.reporter.changes]
-        self._split._planned.reporter.close()
+        changes = [(each.step, each.after) for each in self._split.reporter.changes]
+        self._split.reporter.close()
         return changes
 
     def _step(self, step: int, held: Any, inputs: torch.Tensor, labels: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
-from evener.shares.whole_rows import count_passes, gradient_weight
+from evener.shares.whole_rows import count_passes, gradient_weight, split_passes
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
@@ -122,7 +122,8 @@ class TorchWorkload:
         """Hold batches for this rank's share; a rank whose share is 0 is left out of the group until it has one."""
         self._micro = own_share(self.place, micro or shares)
         if micro:
-            check_normalization(self.recipe.module, "gradients", self.place.world, max(micro))
+            passes = (rows for each in zip(shares, micro, strict=True) if each[0] for rows in split_passes(*each))
+            check_normalization(self.recipe.module, "gradients", sum(map(bool, shares)), passes)
         if self._shards is not None:
             self._equal_passes = max(map(count_passes, shares, micro or shares))
         on_host = self._micro < own_share(self.place, shares) or self._equal_passes > 1
