@@ -3,7 +3,8 @@
 Garbage is collected seldom: hardly any object that an import makes is garbage, and looking through them all takes a
 sixth of its time. Large packages are hidden from Keras while it is imported: it looks for them, and the tests need
 none of what they add. Code that imports these packages itself finds them. PyTorch's compiler, which each optimizer
-imports only to say that it isn't to be compiled, is imported once something is compiled: a second of CPU.
+imports only to say that it isn't to be compiled, is imported once something is compiled: a second of CPU. Shapes and
+decompositions of its operations in Python, a quarter of its own import, are imported with the first that asks for them.
 
 A step of the synthetic workload sleeps instead of spinning, and its process counts that as CPU time: tests that run
 real children for seconds leave the cores to others, and are disturbed less by them.
@@ -27,6 +28,10 @@ if TYPE_CHECKING:  # what annotations name: hundreds of processes would import i
     from typing import Any
 
 COMPILER = "torch._dynamo"
+SHAPES = "torch._meta_registrations"
+USERS_OF_SHAPES = (
+    *("torch._decomp", "torch._prims", "torch._prims_common.wrappers", "torch._refs", "torch.utils._content_store"),
+)
 HIDDEN = ("matplotlib", "pandas", "sklearn")
 
 
@@ -158,7 +163,35 @@ class LateImports:
         return ModuleSpec(name, Existing(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
 
 
-sys.meta_path[:0] = [LateImports, HiddenFromKeras, RestingSteps]
+class LateShapes:
+    """A finder that leaves out what computes shapes of tensors without data, until a part of it is imported."""
+
+    late = True
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
+        if not cls.late or name not in (SHAPES, *USERS_OF_SHAPES):
+            return None
+        if name == SHAPES and path is not None:  # by PyTorch itself, as the last of its imports
+            cls.finish_generators()
+            return ModuleSpec(name, Existing(ModuleType(name)))  # type: ignore[arg-type]
+        cls.late = False
+        if sys.modules.pop(SHAPES, None) is None:  # PyTorch is still being imported
+            return None
+        import_module(SHAPES)
+        loader = Existing(sys.modules[name])
+        sys.modules[name].__spec__ = None  # or it would be run a second time, by this one
+        return ModuleSpec(name, loader)  # type: ignore[arg-type]
+
+    @staticmethod
+    def finish_generators() -> None:
+        """What `torch._prims` does besides: without it no torch.Generator can be made (PyTorch 2.13)."""
+        finish = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
+        if finish is not None:
+            finish(import_module("torch._opaque_base").OpaqueBaseMeta)
+
+
+sys.meta_path[:0] = [LateImports, LateShapes, HiddenFromKeras, RestingSteps]
 gc.set_threshold(50_000, 20, 100)
 
 
