@@ -6,10 +6,8 @@ names the line. Only a file of this user's own that nobody else may write is tru
 
 from __future__ import annotations
 
-import math
 import os
 import stat
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +26,6 @@ SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20
 LONGEST_LINE_BYTES = 8 << 20
 MOST_DEVICES = 4096
-LARGEST_NUMBER = 1e15
 NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
@@ -266,64 +263,43 @@ def _too_new(path: Path, schema: int) -> RequestError:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """The entry; RequestError for a second header, and numbers that no measurement on the header's devices can have."""
+    """The entry; RequestError for a second header, and for what no measurement on the header's devices can say."""
     if isinstance(entry, Header):
         raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
     if not _is_sound(entry, header):
-        raise RequestError(f"{where} holds numbers that no measurement has.", _say_cut("that line", foreign))
+        raise RequestError(f"{where} doesn't fit the run's devices.", _say_cut("that line", foreign))
     return entry
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
+    """True if sizes fit each other and the header's devices; each number was checked when it was decoded."""
+    devices = len(header.devices)
     match entry:
         case AskedEntry():
-            return all(_layout_sound(probe.layout, header) for probe in entry.probes)
-        case ObservationEntry():
-            return _layout_sound(entry.seen.probe.layout, header) and _observation_sound(entry.seen)
+            return all(_layout_sound(probe.layout, devices) for probe in entry.probes)
+        case ObservationEntry(seen):
+            short = () if isinstance(seen, Failed) else seen.short_bytes
+            sound = _layout_sound(seen.probe.layout, devices) and len(short) in (0, devices)
+            return sound and (not isinstance(seen, Timed) or _timed_sound(seen, devices))
         case EndedEntry():
-            return len(entry.plan.layout.share) == len(header.devices)
+            return len(entry.plan.layout.share) == devices
     return True
 
 
-def _layout_sound(layout: Layout, header: Header) -> bool:
+def _layout_sound(layout: Layout, devices: int) -> bool:
     shares = layout.shares
     return (
-        len(shares) == len(header.devices)
-        and all(0 <= share <= LARGEST_NUMBER for share in shares)
+        len(shares) == len(layout.pass_rows) == devices
         and any(shares)
-        and 1 <= layout.processes <= MOST_DEVICES
-        and len(layout.pass_rows) == len(shares)
-        and len(layout.costs) == len(layout.tokens) in (0, len(shares))
+        and len(layout.costs) == len(layout.tokens) in (0, devices)
         and all(cost.is_valid() for cost in layout.costs if cost)
-        and min(layout.length, *layout.tokens, 0) >= 0
-        and all(min(1, share) <= rows <= share for rows, share in zip(layout.pass_rows, shares, strict=False))
+        and all(min(1, share) <= rows <= share for rows, share in zip(layout.pass_rows, shares, strict=True))
     )
 
 
-def _observation_sound(seen: Observation) -> bool:
-    short = () if isinstance(seen, Failed) else seen.short_bytes
-    if short and (len(short) != len(seen.probe.layout.shares) or not _sane(short)):
-        return False
-    if not isinstance(seen, Timed):
-        return _sane((seen.elapsed_seconds,)) and all(0 <= i < MOST_DEVICES for i in seen.devices)
-    return _timed_sound(seen)
-
-
-def _timed_sound(seen: Timed) -> bool:
-    known = [size for size in (*seen.memory_bytes, *seen.device_seconds) if size is not None]
-    times = (seen.low_seconds, seen.step_seconds, seen.high_seconds)
-    return (
-        _sane((*times, seen.first_step_seconds, seen.elapsed_seconds, *known))
-        and seen.step_seconds > 0
-        and list(times) == sorted(times)
-        and len(seen.memory_bytes) == len(seen.device_seconds) == len(seen.probe.layout.shares)
-        and len(seen.work) in (0, len(seen.device_seconds))
-        and all(_sane(msgspec.structs.astuple(work)) for work in seen.work if work)
-    )
-
-
-def _sane(numbers: Iterable[float]) -> bool:
-    return all(math.isfinite(number) and 0 <= number <= LARGEST_NUMBER for number in numbers)
+def _timed_sound(seen: Timed, devices: int) -> bool:
+    ordered = seen.low_seconds <= seen.step_seconds <= seen.high_seconds
+    return ordered and len(seen.memory_bytes) == len(seen.device_seconds) == devices and len(seen.work) in (0, devices)
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from evener.plan.layout import KINDS, Kind, Traits, check_kind
-from evener.shares.curves import Cost, Work
+from evener.shares.curves import Amount, Cost, Work
 from evener.shares.whole_rows import count_passes, split_passes
 
+Count = Annotated[int, Meta(ge=0, le=10**15)]
+Position = Annotated[int, Meta(ge=0, lt=4096)]
 Stage = Literal[
     "solo", "rest", "split", "part", "shard", "pack", "race", "knobs", "check"
 ]  # rest: alone, the others idle; part: alone, on its rows of a sharded model; shard: a whole step of one
@@ -28,14 +31,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     """A way to lay the workload on the devices; `shares` are samples, 0 for a device that is left out."""
 
     kind: Kind
-    shares: tuple[int, ...]
-    processes: int = 1  # pack: trainings side by side, each with the whole share
+    shares: tuple[Count, ...]
+    processes: Annotated[int, Meta(ge=1, le=4096)] = 1  # pack: trainings side by side, each with the whole share
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
     knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
-    micro: tuple[int, ...] = ()  # rows of one pass, for each device; empty: every share is one pass
+    micro: tuple[Count, ...] = ()  # rows of one pass, for each device; empty: every share is one pass
     costs: tuple[Cost | None, ...] = ()  # by which rows are dealt by their length; `shares` are then mean numbers
-    tokens: tuple[int, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
-    length: int = 0  # of every row, where a probe is about one length
+    tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
+    length: Count = 0  # of every row, where a probe is about one length
     state: tuple[float, ...] = ()  # of a sharded training: the part of the model's state that each device holds
 
     def __post_init__(self) -> None:
@@ -145,18 +148,18 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     """A layout that ran: seconds per synchronised optimizer step, with its 95 % interval."""
 
     probe: Probe
-    step_seconds: float
-    low_seconds: float
-    high_seconds: float
+    step_seconds: Annotated[float, Meta(gt=0, le=10**15)]
+    low_seconds: Amount
+    high_seconds: Amount
     steps: int  # timed, warm-up not counted
-    memory_bytes: tuple[int | None, ...]  # peak of each device of the request; None: unknown, or left out
-    device_seconds: tuple[float | None, ...]  # own compute of each device within a step, without waiting; None: unknown
-    first_step_seconds: float  # the first step of this shape: tracing, autotuning, compiling
-    elapsed_seconds: float  # of the whole probe, with its start and warm-up
+    memory_bytes: tuple[Count | None, ...]  # peak of each device of the request; None: unknown, or left out
+    device_seconds: tuple[Amount | None, ...]  # own compute of each device in a step, without waiting; None: unknown
+    first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
+    elapsed_seconds: Amount  # of the whole probe, with its start and warm-up
     warnings: tuple[Warned, ...] = ()
     start_seconds: float = 0.0  # part of it: starting and building new children, which later probes are spared
     import_seconds: float = 0.0  # part of that: imports, which all later children are spared
-    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held as it began; empty: unknown
+    short_bytes: tuple[Count, ...] = ()  # of each device's memory, what others held as it began; empty: unknown
     work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
     watts: tuple[float | None, ...] = ()  # mean power of each device of the request, idle ones too; None: unknown
 
@@ -207,10 +210,10 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     """A layout that does not fit. `devices` names those that ran out, empty if the framework did not say."""
 
     probe: Probe
-    devices: tuple[int, ...]
+    devices: tuple[Position, ...]
     detail: str
-    elapsed_seconds: float
-    short_bytes: tuple[int, ...] = ()  # of each device's memory, what others held then; empty: unknown
+    elapsed_seconds: Amount
+    short_bytes: tuple[Count, ...] = ()  # of each device's memory, what others held then; empty: unknown
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
@@ -219,8 +222,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
     probe: Probe
     cause: Cause
     detail: str  # one line, fit for a person
-    devices: tuple[int, ...]
-    elapsed_seconds: float
+    devices: tuple[Position, ...]
+    elapsed_seconds: Amount
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
 
 

@@ -23,18 +23,18 @@ from evener.devices.types import Device
 from evener.errors import DeviceError
 
 from ..request import Job
-from ..types import Failed, Observation, OutOfMemory, Probe, Timed
+from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
 from .interference import read_idle
 from .launch_plan import (
-    GroupKey,
     MemoryBudget,
     RankMap,
     assign_devices,
     build_commands,
     choose_engine,
+    key_of,
     map_ranks,
     runs_in_one_process,
 )
@@ -64,7 +64,7 @@ class ChildProber:
         self._timeouts = timeouts or Timeouts()
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
-        self._idle: dict[GroupKey, ChildGroup] = {}
+        self._idle: dict[Layout, ChildGroup] = {}
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
@@ -149,9 +149,9 @@ class ChildProber:
         return GroupError(RankFailure(rank, "device", lost.message))
 
     def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
-        key = GroupKey.for_layout(probe.layout)
+        key = key_of(probe.layout)
         idle = read_idle(self._hosts, self._unused)
-        self._hosts.wait_for_drivers(key.positions, stop)
+        self._hosts.wait_for_drivers(key.active, stop)
         group = self._take_idle(key)
         try:
             short_bytes = self._measure_short(key, group is None)
@@ -167,7 +167,7 @@ class ChildProber:
         self._keep(key, group, seen, measurement.busy_cores)
         return seen
 
-    def _take_idle(self, key: GroupKey) -> ChildGroup | None:
+    def _take_idle(self, key: Layout) -> ChildGroup | None:
         with self._lock:
             group = self._idle.pop(key, None)
         if group is not None and not group.alive:
@@ -175,7 +175,7 @@ class ChildProber:
             return None
         return group
 
-    def _keep(self, key: GroupKey, group: ChildGroup, seen: Timed, busy_cores: float | None) -> None:
+    def _keep(self, key: Layout, group: ChildGroup, seen: Timed, busy_cores: float | None) -> None:
         """Keep the children for the next probe, with what this one showed of them."""
         layout = seen.probe.layout
         group.fresh = False
@@ -186,7 +186,7 @@ class ChildProber:
             return
         with self._lock:
             if busy_cores is not None:
-                self._busy_cores[key.positions[0]] = busy_cores
+                self._busy_cores[key.active[0]] = busy_cores
             for i, peak in enumerate(seen.memory_bytes):
                 if peak is not None:
                     held = self._memory.estimate_held(i, peak)
@@ -195,7 +195,7 @@ class ChildProber:
                         self._memory.record_held(i, layout.pass_rows[i], held // layout.processes)
             self._idle[key] = group
 
-    def _measure_short(self, key: GroupKey, clean: bool) -> tuple[int, ...]:
+    def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """The bytes of each device's memory that others hold; empty where none is seen and one of them is unknown.
 
         `clean`: no child of this layout runs.
@@ -203,12 +203,12 @@ class ChildProber:
         if key.traits.side_by_side:
             return ()  # under MPS, memory is in the daemon's name
         with self._lock:
-            taken = {position for other in self._idle for position in other.positions}
-        short = self._hosts.measure_short(key.positions, set(key.positions) - taken if clean else set())
+            taken = {position for other in self._idle for position in other.active}
+        short = self._hosts.measure_short(key.active, set(key.active) - taken if clean else set())
         with self._lock:
             for position, size in short.items():
                 self._memory.record_short(position, size)
-        said = any(short.values()) or set(key.positions) <= short.keys()
+        said = any(short.values()) or set(key.active) <= short.keys()
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
@@ -217,7 +217,7 @@ class ChildProber:
         traced = self._resolved.framework == "tensorflow" and not request.xla and not probe.layout.knobs
         return WARM_UP_SHARE if traced and group.fresh else 0
 
-    def _start(self, key: GroupKey, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
+    def _start(self, key: Layout, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
         """New children that have built the workload; GroupError if one of them fails."""
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
@@ -242,16 +242,17 @@ class ChildProber:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)
         return group
 
-    def _environment(self, devices: Sequence[Device], key: GroupKey) -> ChildEnvironment:
+    def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """The environment of a child; GroupError if its devices can't have it."""
         if key.traits.side_by_side and key.placement == "mps":  # an older run that goes on
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
-            return self._hosts.find(devices[0]).make_environment(devices)
+            environment: ChildEnvironment = self._hosts.find(devices[0]).ask("make_environment", tuple(devices))
         except HostLostError:
             raise
         except DeviceError as error:
             raise GroupError(RankFailure(0, "unsupported", error.message)) from None
+        return environment
 
     def _start_processes(
         self, assigned: Sequence[Sequence[Device]], environments: Sequence[ChildEnvironment], ranks: RankMap
@@ -272,27 +273,27 @@ class ChildProber:
         return group
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
-        key = GroupKey.for_layout(probe.layout)
+        key = key_of(probe.layout)
         devices = self._find_devices(key, failure)
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()
             with suppress(HostLostError):
                 short_bytes = self._measure_short(key, True)
             return OutOfMemory(probe, devices, failure.detail, elapsed_seconds, short_bytes)
-        devices = devices or key.positions
+        devices = devices or key.active
         detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"
         if failure.output.strip() and self._save_output(detail, failure.output):
             what = {"raised": "traceback", "timeout": "stack"}.get(failure.cause, "output")
             detail += f" ({what} in {self._error_file})"
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
-    def _find_devices(self, key: GroupKey, failure: RankFailure) -> tuple[int, ...]:
+    def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """The devices on which a rank has failed; empty if its process has several devices and named none."""
         if not runs_in_one_process(self._resolved, key):
-            return (key.positions[failure.rank % len(key.positions)],)
-        if len(key.positions) == 1:
-            return key.positions
-        return () if failure.gpu is None else key.positions[failure.gpu : failure.gpu + 1]
+            return (key.active[failure.rank % len(key.active)],)
+        if len(key.active) == 1:
+            return key.active
+        return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
         """Report where a probe was stopped that had not begun to measure; a stack with a line of the user's is kept."""

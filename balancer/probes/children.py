@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
-import psutil
+import msgspec
+
+from evener.devices.backend import ChildEnvironment
 
 from .failures import GroupError, RankFailure, StoppedError, error_failure, exit_failure, one_line
-from .fork_server import WAIT_SECONDS, ForkedProcess
+from .fork_server import WAIT_SECONDS, ServerProcess
 from .launch_plan import RankMap
 from .protocol import (
     LONGEST_LINE_BYTES,
     STACK_SIGNAL,
-    Begin,
     Built,
     ChildError,
     Command,
@@ -55,94 +58,92 @@ GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has fail
 Inbox = queue.Queue[tuple[int, Message]]
 
 
-class RunningChild(Protocol):
-    """A child on any host, as a group uses it; `Child` says what its members are."""
+class RunningChild(ABC):
+    """A child on any host, as a group uses it."""
 
     rank: int
+    alive: bool  # until it has ended
 
-    def send(self, command: Command) -> None: ...
+    @abstractmethod
+    def send(self, command: Command) -> None:
+        """Send a command; if the child is gone, the inbox says so."""
 
-    def sample_memory(self) -> None: ...
+    @abstractmethod
+    def find_stack(self) -> Stack | None:
+        """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
 
-    @property
-    def alive(self) -> bool: ...
+    def find_loss(self) -> str:
+        """The reason why the child's host doesn't answer; empty if it does, as this machine."""
+        return ""
 
-    def find_stack(self) -> Stack | None: ...
-
-    def find_loss(self) -> str: ...
-
-    def end(self) -> None: ...
+    @abstractmethod
+    def end(self) -> None:
+        """Kill the child and its process group now; safe to call twice."""
 
 
-class Child:
-    """A running worker. Its messages go to `inbox` with its rank; it is killed with its whole process group."""
+class Child(RunningChild):
+    """A worker that `server` forks. Its messages go to `inbox` with its rank; it is killed with its process group."""
 
     def __init__(
-        self, rank: int, inbox: Inbox, process: ForkedProcess, cores: tuple[int, ...], cap_bytes: int | None
+        self, rank: int, inbox: Inbox, server: ServerProcess, environment: ChildEnvironment, cap_bytes: int | None
     ) -> None:
-        self.rank = rank
-        self._cap_bytes = cap_bytes
-        self._inbox = inbox
+        self.rank, self.alive = rank, True
+        self.pid = 0  # until it runs
+        self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
         self._stderr: deque[bytes] = deque()
         self._stderr_bytes = 0
-        self._peak_bytes = 0
         self._kills_before = _kernel_kills()
-        self._process = process
-        self._stderr_reader = self._start_thread(self._read_stderr, process.stderr)
-        self._start_thread(self._read_replies, process.stdout)
-        self.send(Begin(cores))
+        self._exit = Exited(0)  # once it has ended
+        self._ended = threading.Event()
+        (stdin, write), (read, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
+        own = self._stdin, replies, output = os.fdopen(write, "wb"), os.fdopen(read, "rb"), os.fdopen(errors, "rb")
+        try:
+            self._key = server.start(self, environment, (stdin, stdout, stderr))
+        except OSError:
+            for stream in own:
+                stream.close()
+            raise
+        self._stderr_reader = self._start_thread(self._read_stderr, output)
+        self._start_thread(self._read_replies, replies)
 
     def _start_thread(self, read: Callable[[BinaryIO], None], stream: BinaryIO) -> threading.Thread:
         thread = threading.Thread(target=read, args=(stream,), name=f"child of rank {self.rank}", daemon=True)
         thread.start()
         return thread
 
+    def finish(self, code: int, peak_bytes: int = 0) -> None:
+        """Record that the child has ended, as its server says; `peak_bytes` is the most memory that it held."""
+        self.alive = False
+        self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
+        self._ended.set()
+
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
         with suppress(OSError, ValueError):
-            self._process.stdin.write(encode_line(command))
-            self._process.stdin.flush()
-
-    def sample_memory(self) -> None:
-        """Remember how much memory it holds, in case it ends without a message."""
-        with suppress(psutil.Error):
-            if self.pid:
-                self._peak_bytes = max(self._peak_bytes, psutil.Process(self.pid).memory_info().rss)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the child; 0 until it runs."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """True until the child has ended."""
-        return self._process.returncode is None
+            self._stdin.write(encode_line(command))
+            self._stdin.flush()
 
     @property
     def stderr_tail(self) -> str:
-        """The end of what it wrote to standard error and standard output."""
-        return b"".join(self._stderr).decode(errors="replace") + self._process.read_log()
+        """The end of what it wrote to standard error and standard output; until it runs, of what its server wrote."""
+        written = b"".join(self._stderr) + (b"" if self.pid else self._server.read_log())
+        return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
         """The stack of the child as it is now, once it has said that it is ready; None if it doesn't answer."""
-        self._process.send_signal(STACK_SIGNAL)
+        self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
         while (stack := read_stack(self.stderr_tail)) is None and self.alive and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return stack
 
-    def find_loss(self) -> str:
-        """The reason why the child's host doesn't answer; empty, as this machine does."""
-        return ""
-
     def end(self) -> None:
         """Kill the child and its process group now; safe to call twice."""
-        self._process.kill()
+        self._server.send_signal(self._key, signal.SIGKILL, group=True)
         if self.pid:
-            self._process.wait(WAIT_SECONDS)
+            self._ended.wait(WAIT_SECONDS)
         with suppress(OSError):
-            self._process.stdin.close()
+            self._stdin.close()
 
     def _read_replies(self, stream: BinaryIO) -> None:
         rest = b""
@@ -153,15 +154,12 @@ class Child:
             if len(rest) > LONGEST_LINE_BYTES:
                 self._put(InvalidReply("a line without an end"))
                 rest = b""
-        self._process.wait(WAIT_SECONDS)
-        code = self._process.returncode
-        self._put(InvalidReply("it closed its output") if code is None else self._describe_exit(code))
         stream.close()
-
-    def _describe_exit(self, code: int) -> Exited:
+        has_ended = self._ended.wait(WAIT_SECONDS)
         self._stderr_reader.join(DRAIN_SECONDS)
-        share = self._peak_bytes / self._cap_bytes if self._cap_bytes else 0.0
-        return Exited(code, share, _kernel_kills() > self._kills_before, self.stderr_tail)
+        killed = _kernel_kills() > self._kills_before
+        end = msgspec.structs.replace(self._exit, kernel_killed=killed, output=self.stderr_tail)
+        self._put(end if has_ended else InvalidReply("it closed its output"))
 
     def _read_stderr(self, stream: BinaryIO) -> None:
         while part := _read(stream):
@@ -222,10 +220,10 @@ class ChildGroup:
             if stop.is_set():
                 late = [child for child in self.children if child.rank not in replies]
                 raise StoppedError(late[0].find_stack() if expected in (Ready, Built, Prepared) else None)
-            received = self._next_message()
-            if received is None:
+            try:
+                rank, message = self._inbox.get(timeout=TICK_SECONDS)
+            except queue.Empty:
                 continue
-            rank, message = received
             if isinstance(message, expected) and rank not in replies:
                 replies[rank] = message
             elif rank not in failures:
@@ -264,14 +262,6 @@ class ChildGroup:
         """Kill every child."""
         for child in self.children:
             child.end()
-
-    def _next_message(self) -> tuple[int, Message] | None:
-        try:
-            return self._inbox.get(timeout=TICK_SECONDS)
-        except queue.Empty:
-            for child in self.children:
-                child.sample_memory()
-            return None
 
     def _silence(self, rank: int, seconds: float) -> RankFailure:
         stack = self.children[rank].find_stack()

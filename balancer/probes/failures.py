@@ -40,7 +40,7 @@ _TEXT = (
     "could not create a primitive",
 )
 _HARDWARE = ("gpu", "driver", "device-side")
-_AT_CAP = 0.7  # of the cap at the last sample: a large allocation fails before it is seen
+_AT_CAP = 0.7  # of the cap at the most: the allocation that fails isn't in it
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -128,7 +128,7 @@ def names_hardware(text: str) -> bool:
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
     """True if a child that ended with `code` (negative: by a signal) ran out of memory.
 
-    `cap_share` is the part of its memory cap that it held when last sampled (0: no cap).
+    `cap_share` is the part of its memory cap that it held at the most (0: no cap).
     """
     if code == -signal.SIGKILL:
         return kernel_killed

@@ -21,12 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import all_backends, import_path
 
 from .protocol import STACK_SIGNAL
+
+if TYPE_CHECKING:
+    from .children import Child
 
 LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
 _PR_SET_PDEATHSIG = 1
@@ -36,10 +41,11 @@ LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these variables; its standard input, output and error come with the message."""
+    """Fork a child with these variables on these cores; its three standard streams come with the message."""
 
     key: int  # by which both sides know it
     variables: dict[str, str]
+    cores: tuple[int, ...] = ()  # empty: all
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
@@ -48,10 +54,6 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     key: int
     number: int
     group: bool = False
-
-
-class Importing(msgspec.Struct, frozen=True, tag=True):
-    """The server imports from now on; a signal for its stack doesn't end it any more."""
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
@@ -66,10 +68,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     key: int
     code: int
+    peak_bytes: int = 0  # the most memory that it held
 
 
 _decoder: msgspec.json.Decoder[Start | Signal] = msgspec.json.Decoder(Start | Signal)
-_answer_decoder: msgspec.json.Decoder[Importing | Forked | Ended] = msgspec.json.Decoder(Importing | Forked | Ended)
+_answer_decoder: msgspec.json.Decoder[Forked | Ended] = msgspec.json.Decoder(Forked | Ended)
 
 
 class ForkServer:
@@ -131,6 +134,8 @@ class ForkServer:
             for descriptor in (self._channel.fileno(), *streams, *self._keys):
                 os.close(descriptor)
             os.environ.update(start.variables)
+            if start.cores:
+                os.sched_setaffinity(0, start.cores)
             self._run(parent)
         except BaseException:
             traceback.print_exc()
@@ -140,8 +145,8 @@ class ForkServer:
     def _reap(self, descriptor: int) -> None:
         key = self._keys.pop(descriptor)
         os.close(descriptor)
-        _, status = os.waitpid(self._pids.pop(key), 0)
-        self._answer(Ended(key, os.waitstatus_to_exitcode(status)))
+        _, status, used = os.wait4(self._pids.pop(key), 0)
+        self._answer(Ended(key, os.waitstatus_to_exitcode(status), used.ru_maxrss << 10))
 
     def _send_signal(self, request: Signal) -> None:
         pid = self._pids.get(request.key)
@@ -167,7 +172,7 @@ def import_first(names: Sequence[str]) -> None:
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
-        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # until the program that starts now can answer it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # until the program that starts now can answer it
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
     gc.freeze()  # all children share these objects: their collections need not visit, and so copy, them
 
@@ -189,71 +194,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-class ForkedProcess:
-    """A child: its pipes, and how it ended."""
-
-    def __init__(self, server: ServerProcess, key: int) -> None:
-        self._server, self._key = server, key
-        self._ended = threading.Event()
-        self.pid = 0  # until it runs
-        self.returncode: int | None = None  # negative for a signal
-        (stdin, write), (read, stdout), (errors, self._stderr) = (os.pipe() for _ in range(3))
-        self.stdin, self.stdout, self.stderr = os.fdopen(write, "wb"), os.fdopen(read, "rb"), os.fdopen(errors, "rb")
-        self.theirs = stdin, stdout, self._stderr
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the process has ended, for at most `seconds`."""
-        self._ended.wait(seconds)
-
-    def send_signal(self, number: int) -> None:
-        """Send the process a signal; before it runs, the server that still imports gets the signal."""
-        self._server.send_signal(self._key if self.pid else None, number)
-
-    def kill(self) -> None:
-        """Kill the process and its process group."""
-        self._server.send_signal(self._key, signal.SIGKILL, group=True)
-
-    def read_log(self) -> str:
-        """The output of the fork server while the process waits for the server's imports; empty after that."""
-        waits = not self.pid and self.returncode is None
-        return self._server.read_log().decode(errors="replace") if waits else ""
-
-    def begin(self, pid: int) -> None:
-        """Record that the process runs, as its server says, and close this side's copy of its stderr."""
-        self.pid = pid
-        self._close_stderr()
-
-    def finish(self, code: int, output: bytes = b"") -> None:
-        """Record that the process has ended; `output` is what its server wrote before it could be started."""
-        if self._stderr >= 0 and output:
-            os.set_blocking(self._stderr, False)
-            with suppress(OSError):
-                os.write(self._stderr, output)
-        self._close_stderr()
-        self.returncode = code
-        self._ended.set()
-
-    def close(self) -> None:
-        """Close the pipes of the process when nobody will read them."""
-        self._close_stderr()
-        for stream in (self.stdin, self.stdout, self.stderr):
-            stream.close()
-
-    def _close_stderr(self) -> None:
-        if self._stderr >= 0:
-            os.close(self._stderr)
-            self._stderr = -1
-
-
 class ServerProcess:
     """A running fork server; OSError if it can't be started. Ends with the thread that made it, or by `close`."""
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
-        self._children: dict[int, ForkedProcess] = {}
-        self._has_begun = False  # to import
+        self._children: dict[int, Child] = {}
         self._has_forked = False
-        self._last_words = b""  # the end of its output, once it has ended
+        self._last_words: bytes | None = None  # the end of its output, once it has ended
         with ExitStack() as stack:
             self._log = os.memfd_create("log of a fork server")
             stack.callback(os.close, self._log)
@@ -271,43 +219,40 @@ class ServerProcess:
         """True if the server still runs."""
         return self._process.poll() is None
 
-    def start(self, variables: Mapping[str, str]) -> ForkedProcess:
-        """A child that will be forked once everything is imported; one that has ended as the server did, if it has.
+    def start(self, child: Child, environment: ChildEnvironment, streams: Sequence[int]) -> int:
+        """Fork a child once everything is imported, and close its streams here; returns the server's key for it.
 
-        OSError if the request can't be sent.
+        If the server has ended, so has the child. OSError if the request can't be sent.
         """
-        child = ForkedProcess(self, next(self._keys))
-        self._children[child._key] = child
-        request = msgspec.json.encode(Start(child._key, dict(variables)))
-        stdin, stdout, _ = child.theirs
+        key = next(self._keys)
+        self._children[key] = child
         try:
-            socket.send_fds(self._channel, [request], child.theirs)
+            request = msgspec.json.encode(Start(key, environment.variables, environment.cores))
+            socket.send_fds(self._channel, [request], streams)
         except OSError:
             self._reader.join(WAIT_SECONDS)
             if self._reader.is_alive():
-                child.close()
                 raise
-            if child.returncode is None:
-                child.finish(self._process.wait(), self._last_words)
+            child.finish(self._process.wait())
         finally:
-            os.close(stdin)
-            os.close(stdout)
-        return child
+            for stream in streams:
+                os.close(stream)
+        return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a child a signal; without a key, the server itself, once it imports."""
+        """Send a child a signal; without a key, the server itself."""
         if key is None:
-            if self._has_begun:
-                self._process.send_signal(number)
+            self._process.send_signal(number)
         else:
             with suppress(OSError):
                 self._channel.send(msgspec.json.encode(Signal(key, number, group)))
 
     def read_log(self) -> bytes:
         """The end of what it wrote."""
-        with suppress(OSError):
-            return os.pread(self._log, LOG_BYTES, max(0, os.fstat(self._log).st_size - LOG_BYTES))
-        return b""
+        if self._last_words is None:
+            with suppress(OSError):
+                return os.pread(self._log, LOG_BYTES, max(0, os.fstat(self._log).st_size - LOG_BYTES))
+        return self._last_words or b""
 
     def close(self) -> None:
         """End the server and all of its children that still run; safe to call twice."""
@@ -324,29 +269,31 @@ class ServerProcess:
         with suppress(OSError):
             while data := self._channel.recv(LONGEST_REQUEST):
                 match _answer_decoder.decode(data):
-                    case Importing():
-                        self._has_begun = True
                     case Forked(key, pid):
                         self._has_forked = True
-                        self._children[key].begin(pid)
-                    case Ended(key, code):
-                        self._children.pop(key).finish(code)
+                        self._children[key].pid = pid
+                    case Ended(key, code, peak_bytes):
+                        self._children.pop(key).finish(code, peak_bytes)
         code, self._last_words = self._process.wait(), self.read_log()
         for child in tuple(self._children.values()):
-            child.finish(-signal.SIGKILL if child.pid else code, self._last_words)
+            child.finish(-signal.SIGKILL if child.pid else code)
         self._resources.close()
 
 
 def _run(channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", MODULE, str(channel), *imports],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=_merge_variables(variables),
-        pass_fds=[channel],
-        start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which decides
-    )
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])  # in the server too, until it can answer
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, str(channel), *imports],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_merge_variables(variables),
+            pass_fds=[channel],
+            start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which decides
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The hosts of a session's devices, asked as if they were one machine: this one, and others through Ray.
 
-A `RemoteHost` reaches evener's actor on a host of the cluster, where a `HostServant` has a `LocalHost`. A thread waits
-for what the children there send, and puts it where a child of this machine would.
+A `RemoteHost` reaches a `HostServant` in evener's actor on a host of the cluster. A thread waits for what the children
+there send, and puts it where a child of this machine would.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from evener.devices.registry import all_backends, child_environment
 from evener.devices.types import Device, group_by_host
 from evener.workloads.registry import find_imports
 
-from .children import TICK_SECONDS, Child, Inbox
+from .children import Child, Inbox, RunningChild
 from .failures import StoppedError
 from .fork_server import ServerProcess
 from .interference import InterferenceMonitor
@@ -43,16 +43,27 @@ ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has faile
 class LocalHost:
     """This machine, which is `name` in a cluster: its children, drivers and free ports."""
 
+    find_ports = staticmethod(find_free_ports)
+    available_memory_bytes = staticmethod(available_memory_bytes)
+
     def __init__(self, devices: Sequence[Device], framework: str, workload: str, name: str = "") -> None:
         self._framework = framework
         self._imports = find_imports(workload, framework)
         self._network = choose_interface(name, [device.host for device in devices])
         self.monitor = InterferenceMonitor(devices, name)
-        self._children: set[Child] = set()
+        self._running: set[Child] = set()
         self._servers: dict[frozenset[tuple[str, str]], ServerProcess] = {}
         self._closed = threading.Event()
         # the kernel ends a server with the *thread* that started it, so all are started by one thread that lasts
         self._starter = ThreadPoolExecutor(1, "child starter")
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this host, or of what it holds: "monitor.read"."""
+        return attrgetter(method)(self)(*arguments)
+
+    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event | None = None) -> None:
+        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
         """A child's start on these devices; DeviceError if they can't have it."""
@@ -65,12 +76,11 @@ class LocalHost:
         def start() -> Child:
             if self._closed.is_set():
                 raise RuntimeError("this session has ended")
-            process = self._find_server(environment).start(environment.variables)
-            child = Child(rank, inbox, process, environment.cores, cap_bytes)
-            ended = {other for other in self._children if not other.alive}
+            child = Child(rank, inbox, self._find_server(environment), environment, cap_bytes)
+            ended = {other for other in self._running if not other.alive}
             for other in ended:  # perhaps while it rested, and nobody has missed it yet
                 other.end()
-            self._children = {child, *self._children - ended}
+            self._running = {child, *self._running - ended}
             return child
 
         return self._starter.submit(start).result()
@@ -85,31 +95,15 @@ class LocalHost:
         return self._servers[key]
 
     def _end_children(self) -> None:
-        for child in self._children:
+        for child in self._running:
             child.end()
         for server in self._servers.values():
             server.close()
 
-    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
-        """`count` addresses with ports that are free on this machine at this moment."""
-        return tuple(f"{address}:{port}" for port in find_free_ports(count, address))
-
-    def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
-        self.monitor.wait_for_drivers(positions, stop)
-
-    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """The drivers' present readings, by position; GroupError if a device is gone or its driver silent for long."""
-        return self.monitor.read(positions)
-
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
-        own = {child.pid for child in self._children if child.alive}
+        own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
-
-    def available_memory_bytes(self) -> int:
-        """Memory that can still be had."""
-        return available_memory_bytes()
 
     def close(self) -> None:
         """Kill every child at once; safe to call twice."""
@@ -120,8 +114,8 @@ class LocalHost:
         self.monitor.close()
 
 
-class HostServant:
-    """One host's children; `local` has its drivers. Both are called from another machine, each call in its thread."""
+class HostServant(LocalHost):
+    """A host whose methods are called from another machine, each call in its thread; children have keys there."""
 
     def __init__(
         self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
@@ -129,13 +123,13 @@ class HostServant:
         self._script = WrittenScript(script) if script else None
         function = workload.rpartition(":")[2]
         self._workload = f"{self._script.path}:{function}" if self._script else workload
-        self.local = LocalHost(devices, framework, self._workload, name)
+        super().__init__(devices, framework, self._workload, name)
         self._inbox: Inbox = queue.Queue(INBOX)
         self._children: dict[int, Child] = {}
 
-    def start_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
+    def begin_child(self, key: int, environment: ChildEnvironment, cap_bytes: int | None) -> None:
         """Start a child."""
-        self._children[key] = self.local.start_child(key, self._inbox, environment, cap_bytes)
+        self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
         """Send a child a command; the user's script lies elsewhere here."""
@@ -146,15 +140,10 @@ class HostServant:
     def receive(self) -> list[tuple[int, Message]]:
         """The messages that children have sent, with the children's keys; waits a limited time for the first one."""
         messages: list[tuple[int, Message]] = []
-        deadline = time.monotonic() + RECEIVE_SECONDS
-        while not messages and time.monotonic() < deadline:
-            try:
-                messages.append(self._inbox.get(timeout=TICK_SECONDS))
-            except queue.Empty:
-                for child in tuple(self._children.values()):
-                    child.sample_memory()
-        while not self._inbox.empty():
-            messages.append(self._inbox.get())
+        with suppress(queue.Empty):
+            messages.append(self._inbox.get(timeout=RECEIVE_SECONDS))
+            while True:
+                messages.append(self._inbox.get_nowait())
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
@@ -165,13 +154,9 @@ class HostServant:
         """Kill a child."""
         self._children.pop(key).end()
 
-    def wait_for_drivers(self, positions: Collection[int]) -> None:
-        """Wait for the drivers' answers."""
-        self.local.wait_for_drivers(positions, threading.Event())
-
     def close(self) -> None:
         """Kill every child, and remove the script."""
-        self.local.close()
+        super().close()
         if self._script:
             self._script.close()
 
@@ -183,7 +168,7 @@ class HostServant:
         return msgspec.structs.replace(message, **texts)
 
 
-class RemoteChild:
+class RemoteChild(RunningChild):
     """A child on another host, as a group uses it."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
@@ -193,10 +178,7 @@ class RemoteChild:
 
     def send(self, command: Command) -> None:
         """Send a command; if the child is gone, the inbox says so."""
-        self._host.post("send", self._key, command)
-
-    def sample_memory(self) -> None:
-        """Do nothing: the child's own host samples its memory."""
+        self._host.servant.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
         """The stack of the child as it is now; None if it doesn't answer."""
@@ -207,7 +189,11 @@ class RemoteChild:
 
     def find_loss(self) -> str:
         """The reason why the child's host doesn't answer; empty if it does."""
-        return self._host.find_loss()
+        try:
+            self._host.servant.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
+        except HostLostError as lost:
+            return lost.message
+        return ""
 
     def end(self) -> None:
         """Kill the child now."""
@@ -226,8 +212,7 @@ class RemoteHost:
         self, devices: Sequence[Device], framework: str, workload: str, name: str, script: ScriptCopy | None
     ) -> None:
         self._name = name
-        self._gpus = {i for i, device in enumerate(devices) if device.host == name and not device.on_cpu}
-        self._servant = find_agent(name).keep(HostServant, tuple(devices), framework, workload, name, script)
+        self.servant = find_agent(name).keep(HostServant, tuple(devices), framework, workload, name, script)
         self._keys = itertools.count()
         self._children: dict[int, RemoteChild] = {}
         self._lost: HostLostError | None = None
@@ -235,28 +220,16 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, stop: threading.Event | None = None) -> Any:
-        """Call a method of the servant and wait for its answer."""
+        """Call a method of the host, as `LocalHost.ask` does, and wait for its answer."""
         if self._lost is not None:
             raise self._lost
-        return self._servant.ask(method, *arguments, stop=stop)
-
-    def post(self, method: str, *arguments: Any) -> None:
-        """Call a method of the servant without waiting."""
-        self._servant.begin(method, *arguments)
-
-    def find_loss(self) -> str:
-        """Why the host doesn't answer; empty if it does."""
-        try:
-            self._servant.ask("local.available_memory_bytes", seconds=ANSWER_SECONDS)
-        except HostLostError as lost:
-            return lost.message
-        return ""
+        return self.servant.ask(method, *arguments, stop=stop)
 
     def start_child(self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None) -> RemoteChild:
         """A new child there."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
-        self.ask("start_child", key, environment, cap_bytes)
+        self.ask("begin_child", key, environment, cap_bytes)
         return child
 
     def forget(self, key: int) -> None:
@@ -265,50 +238,22 @@ class RemoteHost:
             with suppress(HostLostError):
                 self.ask("end", key)
 
-    def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """The environment that a child is started with on the remote host."""
-        found: ChildEnvironment = self.ask("local.make_environment", tuple(devices))
-        return found
-
-    def find_addresses(self, count: int, address: str = LOOPBACK) -> tuple[str, ...]:
-        """Free ports there."""
-        found: tuple[str, ...] = self.ask("local.find_addresses", count, address)
-        return found
-
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait for the answers of its GPUs' drivers; StoppedError if `stop` is set before."""
-        if self._gpus.intersection(positions):
-            self.ask("wait_for_drivers", tuple(positions), stop=stop)
-            if stop.is_set():
-                raise StoppedError
-
-    def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """The drivers' present readings of the remote host's GPUs among `positions`."""
-        found: Mapping[int, Vitals] = {}
-        if self._gpus.intersection(positions):
-            found = self.ask("local.read", tuple(positions))
-        return found
-
-    def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """The bytes of memory that other processes hold on the remote host's devices, by position."""
-        found: dict[int, int] = self.ask("local.measure_short", tuple(positions), set(clean))
-        return found
-
-    def available_memory_bytes(self) -> int:
-        """Memory that can still be had there."""
-        found: int = self.ask("local.available_memory_bytes")
-        return found
+        self.ask("wait_for_drivers", tuple(positions), stop=stop)
+        if stop.is_set():
+            raise StoppedError
 
     def close(self) -> None:
         """Kill every child there; safe to call twice."""
         if not self._closed.is_set():
             self._closed.set()
-            self._servant.close()
+            self.servant.close()
 
     def _receive(self) -> None:
         while not self._closed.is_set():
             try:
-                messages = self._servant.ask("receive", seconds=SILENT_SECONDS)
+                messages = self.servant.ask("receive", seconds=SILENT_SECONDS)
             except Exception as error:
                 self._lose(error)
                 return
@@ -341,33 +286,42 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """The addresses where a group's ranks can meet, each on its device's host; on loopback if there is one host."""
-        counts = Counter(device.host for device in devices)
-        free = {
-            name: iter(self._by_name[name].find_addresses(count, name if len(counts) > 1 else LOOPBACK))
-            for name, count in counts.items()
-        }
+        """The addresses where a group's ranks can meet, each on its device's host; on loopback if there is one host.
+
+        Their ports are free at this moment.
+        """
+        places = Counter(device.host for device in devices)
+        free = {}
+        for host, count in places.items():
+            address = host if len(places) > 1 else LOOPBACK
+            free[host] = iter([f"{address}:{port}" for port in self._by_name[host].ask("find_ports", count, address)])
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait for each driver's answer; GroupError names a device that has none or is gone."""
-        for host in self._among(positions):
+        for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
         """The drivers' present readings, by position; GroupError if a device is gone or its driver silent for long."""
-        return {i: vitals for host in self._among(positions) for i, vitals in host.read(positions).items()}
+        found: dict[int, Vitals] = {}
+        for host in self._with_drivers(positions):
+            found |= host.ask("monitor.read", tuple(positions))
+        return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Bytes that each device lacks because others hold them; no child runs on the `clean` ones."""
-        return {i: size for host in self._among(positions) for i, size in host.measure_short(positions, clean).items()}
+        found: dict[int, int] = {}
+        for host in self._among(positions):
+            found |= host.ask("measure_short", tuple(positions), set(clean))
+        return found
 
     def available_memory_bytes(self) -> int:
         """Memory that can still be had on the host with the least."""
-        sizes = []
+        sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
-                sizes.append(host.available_memory_bytes())
+                sizes.append(host.ask("available_memory_bytes"))
         return min(sizes, default=0)
 
     def close(self) -> None:
@@ -378,3 +332,7 @@ class Hosts:
     def _among(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
         for name in dict.fromkeys(self._devices[position].host for position in positions):
             yield self._by_name[name]
+
+    def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
+        """The hosts of those devices that have drivers: a remote one is asked nothing about its CPU."""
+        return self._among([position for position in positions if not self._devices[position].on_cpu])

@@ -16,7 +16,6 @@ import msgspec
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
-from evener.plan.layout import KINDS, Traits
 from evener.workloads.protocol import Input, Place, Precision
 
 from ..request import Job
@@ -29,33 +28,13 @@ LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
 
 
-class GroupKey(msgspec.Struct, frozen=True):
-    """The key of the children that can run a layout: its devices and how it lies on them, but not its sizes."""
-
-    kind: str
-    positions: tuple[int, ...]
-    processes: int
-    placement: str
-    knobs: tuple[str, ...]
-    state: tuple[float, ...] = ()
-
-    @property
-    def traits(self) -> Traits:
-        """The traits of the layout's kind."""
-        return KINDS[self.kind]
-
-    @classmethod
-    def for_layout(cls, layout: Layout) -> GroupKey:
-        """The children that a layout needs."""
-        return cls(layout.kind, layout.active, layout.processes, layout.placement, layout.knobs, layout.state)
-
-    @property
-    def parts(self) -> tuple[float, ...]:
-        """The part of a sharded model's state that each process holds; empty for any other."""
-        return (self.state or (MEASURED_PART,)) if self.traits.sharded else ()
+def key_of(layout: Layout) -> Layout:
+    """The layout without its sizes: equal for all layouts that the same children can run."""
+    shares = tuple(min(1, share) for share in layout.shares)
+    return Layout(layout.kind, shares, layout.processes, layout.placement, layout.knobs, state=layout.state)
 
 
-def choose_engine(resolved: Job, key: GroupKey) -> str:
+def choose_engine(resolved: Job, key: Layout) -> str:
     """The engine that keeps a split over these devices in step; empty for a layout without a choice."""
     engine = resolved.request.engine
     if not key.traits.together:
@@ -64,19 +43,19 @@ def choose_engine(resolved: Job, key: GroupKey) -> str:
         return "ddp"
     if resolved.framework == "none" or engine != "auto":
         return engine
-    devices = [resolved.devices[i] for i in key.positions]
+    devices = [resolved.devices[i] for i in key.active]
     unlimited_gpus = all(find_backend(device.kind).own_memory and not device.limit for device in devices)
     return "towers" if unlimited_gpus and len(group_by_host(devices)) == 1 else "multiworker"
 
 
-def runs_in_one_process(resolved: Job, key: GroupKey) -> bool:
+def runs_in_one_process(resolved: Job, key: Layout) -> bool:
     """True if one process drives all devices of the group."""
     return key.traits.placed or choose_engine(resolved, key) in ONE_PROCESS
 
 
-def assign_devices(resolved: Job, key: GroupKey) -> list[list[Device]]:
+def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
     """The devices of each child, in rank order."""
-    devices = [resolved.devices[i] for i in key.positions]
+    devices = [resolved.devices[i] for i in key.active]
     if key.traits.side_by_side and key.placement == "logical":
         devices = [_split_memory(device, key.processes) for device in devices]
     one_process = runs_in_one_process(resolved, key)
@@ -84,15 +63,15 @@ def assign_devices(resolved: Job, key: GroupKey) -> list[list[Device]]:
 
 
 def map_ranks(
-    resolved: Job, key: GroupKey, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
+    resolved: Job, key: Layout, environments: Sequence[ChildEnvironment], busy_cores: Mapping[int, float]
 ) -> RankMap:
     """The positions of a group's ranks; `busy_cores` by position, as far as solo probes have shown."""
     threads = environments[0].threads or 1
-    positions = key.positions * key.processes
+    positions = key.active * key.processes
     return RankMap(
         positions=positions,
-        one_process=len(environments) == 1 and len(key.positions) > 1,
-        own_cores=all(resolved.devices[i].on_cpu for i in key.positions),
+        one_process=len(environments) == 1 and len(key.active) > 1,
+        own_cores=all(resolved.devices[i].on_cpu for i in key.active),
         threads=threads,
         busy_cores=tuple(busy_cores.get(position, float(threads)) for position in positions),
     )
@@ -100,7 +79,7 @@ def map_ranks(
 
 def build_commands(
     resolved: Job,
-    key: GroupKey,
+    key: Layout,
     assigned: Sequence[Sequence[Device]],
     environments: Sequence[ChildEnvironment],
     ranks: RankMap,
@@ -122,7 +101,7 @@ def build_commands(
             xla=request.xla or "xla" in key.knobs,
             input=cast(Input, request.input),
             placement=key.placement if key.traits.placed else "",
-            state=key.parts,
+            state=(key.state or (MEASURED_PART,)) if key.traits.sharded else (),
         )
         commands.append(
             Build(
@@ -185,7 +164,7 @@ CONTEXT_BYTES = 600 << 20  # of a GPU, for each process: what its driver's conte
 KEPT = 1.4  # times the peak in use: what an allocator was seen to keep, its free pieces included
 LOW_HOST_BYTES = 1 << 30  # all other idle children end when the host has less memory left
 
-HeldBytes = Mapping[GroupKey, Mapping[int, int]]  # group -> position -> peak bytes
+HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak bytes
 
 
 class MemoryBudget:
@@ -208,15 +187,15 @@ class MemoryBudget:
         """Record the bytes of a device's memory that other users hold."""
         self._short[position] = short_bytes
 
-    def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[GroupKey]:
+    def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
         """Idle groups that have to end before these probes start; the ones that will run them stay."""
-        wanted = {GroupKey.for_layout(probe.layout) for probe in probes}
+        wanted = {key_of(probe.layout) for probe in probes}
         others = [key for key in idle if key not in wanted]
         if others and self._available_bytes() < LOW_HOST_BYTES:
             return others
         needs = self._needs(probes)
         tight = {position for position, need in needs.items() if self._is_tight(position, need, wanted, idle)}
-        return [key for key in others if tight.intersection(key.positions)]
+        return [key for key in others if tight.intersection(key.active)]
 
     def _needs(self, probes: Sequence[Probe]) -> dict[int, int | None]:
         needs: dict[int, int | None] = {}
@@ -232,7 +211,7 @@ class MemoryBudget:
         peaks = self._peaks.get(position, {})
         return min((round(size * max(1.0, rows / seen)) for seen, size in peaks.items()), default=None)
 
-    def _is_tight(self, position: int, need: int | None, wanted: set[GroupKey], idle: HeldBytes) -> bool:
+    def _is_tight(self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes) -> bool:
         """True if a GPU can't hold the idle children beside one that needs this much; an unknown need is all of it."""
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

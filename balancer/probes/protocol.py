@@ -30,12 +30,6 @@ _IMPORTS = "_find_and_load"  # of Python's import statement
 Step = Literal["importing", "loading", "building", "preparing"]
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The first message: which cores the child may use."""
-
-    cores: tuple[int, ...] = ()  # empty: all
-
-
 class Build(msgspec.Struct, frozen=True, tag=True):
     """Import the framework and build the workload."""
 
@@ -73,13 +67,11 @@ class Rest(msgspec.Struct, frozen=True, tag=True):
     """No step follows for now: give back memory that isn't in use."""
 
 
-Command = Begin | Build | Prepare | RunSteps | Rest
+Command = Build | Prepare | RunSteps | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child runs, on its cores."""
-
-    pid: int
+    """The child runs."""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
@@ -137,7 +129,7 @@ class Exited(msgspec.Struct, frozen=True):
     """The child ended; `code` is negative for a signal."""
 
     code: int
-    cap_share: float = 0.0  # the largest sampled memory as a part of its cap; 0 without a cap
+    cap_share: float = 0.0  # the most memory that it held as a part of its cap; 0 without a cap
     kernel_killed: bool = False  # the kernel has killed some process for memory since the child started
     output: str = ""  # the end of what it wrote to standard error and standard output
 

@@ -33,7 +33,7 @@ from evener.workloads import user_code
 from evener.workloads.protocol import TextWorkload, Workload
 
 from ..probes import protocol
-from .fork_server import ForkServer, Importing, die_with_parent, import_first
+from .fork_server import ForkServer, die_with_parent, import_first
 
 PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
@@ -43,8 +43,8 @@ def main() -> None:
     """Import what follows the first argument, then fork children as the socket of that number asks."""
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [protocol.STACK_SIGNAL])
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        channel.send(msgspec.json.encode(Importing()))
         import_first(sys.argv[2:])
         ForkServer(channel, run_child).serve()
 
@@ -54,7 +54,11 @@ def run_child(parent: int) -> None:
     _end_with_parent(parent)
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
+        Path("/proc/self/oom_score_adj").write_text("1000")
     worker = Worker()
+    replies.write(protocol.encode_line(protocol.Ready()))
+    replies.flush()
     for text in _read_lines(commands, worker.rest):
         command = protocol.command_decoder.decode(text)
         try:
@@ -83,8 +87,6 @@ class Worker:
     def execute(self, command: protocol.Command) -> protocol.Reply:
         """Carry out one command."""
         match command:
-            case protocol.Begin():
-                return _begin(command)
             case protocol.Build():
                 return self._build_workload(command)
             case protocol.Prepare():
@@ -231,15 +233,6 @@ def _subtract(now: Work | None, before: Work | None) -> Work | None:
 
 def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
-
-
-def _begin(command: protocol.Begin) -> protocol.Ready:
-    """Bind this process to its cores."""
-    if command.cores:
-        os.sched_setaffinity(0, command.cores)
-    with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    return protocol.Ready(os.getpid())
 
 
 def _end_with_parent(parent: int) -> None:

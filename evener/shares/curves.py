@@ -13,17 +13,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]  # of seconds, tokens: a file with a larger one was changed
 
 
 class Work(msgspec.Struct, frozen=True):
     """A device's work in a step of rows of unequal length, on average over steps."""
 
-    tokens: float  # without padding
-    passes: float
-    padded: float  # tokens with padding
-    padded_lengths: float  # the sum of each pass's padded tokens times its length
+    tokens: Amount  # without padding
+    passes: Amount
+    padded: Amount  # tokens with padding
+    padded_lengths: Amount  # the sum of each pass's padded tokens times its length
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

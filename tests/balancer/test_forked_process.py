@@ -12,7 +12,8 @@ import pytest
 
 from evener.balancer.probes.children import Child, Inbox
 from evener.balancer.probes.fork_server import ServerProcess
-from evener.balancer.probes.protocol import STACK_SIGNAL, Ready
+from evener.balancer.probes.protocol import STACK_SIGNAL, Exited, Ready
+from evener.devices.backend import ChildEnvironment
 from tests.support.python_path import python_path
 
 SECONDS = 60.0
@@ -34,7 +35,7 @@ def servers() -> Iterator[list[ServerProcess]]:
 def is_ready(server: ServerProcess) -> bool:
     """Whether a child of it starts."""
     inbox: Inbox = queue.Queue()
-    child = Child(0, inbox, server.start({}), (), None)
+    child = Child(0, inbox, server, ChildEnvironment({}), None)
     try:
         return isinstance(inbox.get(timeout=SECONDS)[1], Ready)
     finally:
@@ -84,14 +85,16 @@ def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open(
     while server.alive:
         time.sleep(0.01)
     before = set(os.listdir("/proc/self/fd"))
-    child = server.start({})
-    assert (child.returncode, child.stderr.read()) == (-4, b"no such instruction")
-    child.close()
+    inbox: Inbox = queue.Queue()
+    child = Child(0, inbox, server, ChildEnvironment({}), None)
+    assert inbox.get(timeout=SECONDS) == (0, Exited(-4, output="no such instruction"))
+    child.end()
+    del child
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_request_that_is_too_long_is_an_error_of_its_own(servers: list[ServerProcess]) -> None:
     servers.append(server := ServerProcess({}, ()))
     with pytest.raises(OSError, match="too long"):
-        server.start({"LONG": "x" * (64 << 20)})
+        Child(0, queue.Queue(), server, ChildEnvironment({"LONG": "x" * (64 << 20)}), None)
     assert is_ready(server)

@@ -29,7 +29,6 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
     for message in messages:
         inbox.put(message)
     child = SimpleNamespace(
-        sample_memory=lambda: None,
         find_stack=lambda: Stack("building", "train.py:6", "its stack"),
         find_loss=lambda: "",
     )
@@ -83,7 +82,7 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
         while not ended.is_set():
             inbox.put((0, Built({})))
 
-    child = cast(Child, SimpleNamespace(sample_memory=lambda: None, find_loss=lambda: ""))
+    child = cast(Child, SimpleNamespace(find_loss=lambda: ""))
     thread = threading.Thread(target=flood, daemon=True)
     thread.start()
     started = time.monotonic()

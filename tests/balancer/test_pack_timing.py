@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from evener.balancer.probes.children import ChildGroup
-from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.launch_plan import RankMap
 from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
 from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps
@@ -48,7 +47,7 @@ def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None
     """And in blocks of some steps, as they don't end together."""
     probe, pair = Probe(Layout("pack", (8,), processes=2), "pack", 2.0), Pair(builds)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
-    monitor = cast(LocalHost, Watch())
+    monitor = cast(Any, Watch())
     found = Measurement(probe, cast(ChildGroup, pair), Timeouts(), progress, monitor)
     timed = found.run(threading.Event(), time.monotonic(), 0, ())
     assert timed.step_seconds == pytest.approx(STEP)
@@ -75,7 +74,7 @@ def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
     """By position: the first rank has the second device."""
     probe = Probe(Layout("split", (8, 16)), "split", 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
-    monitor = cast(LocalHost, Watch())
+    monitor = cast(Any, Watch())
     found = Measurement(probe, cast(ChildGroup, Split()), Timeouts(), progress, monitor)
     timed = found.run(threading.Event(), time.monotonic(), 0, ())
     assert timed.device_seconds == pytest.approx((0.99 * STEP, 0.75 * STEP))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from evener.balancer.probes import protocol
 from evener.balancer.probes.protocol import (
-    Begin,
     Build,
     Built,
     ChildError,
@@ -29,13 +28,12 @@ from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
 
 COMMANDS = [
-    Begin((0, 1)),
     Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
     Prepare((8, 0)),
     RunSteps(5),
 ]
 REPLIES = [
-    Ready(7),
+    Ready(),
     Built({"version": "2.21.0"}),
     Prepared(0.5),
     Ran(5, 0.1, 0.09, 0.0, (None, 5), 3),

@@ -487,6 +487,6 @@ def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
         while first.alive and time.monotonic() < deadline:
             time.sleep(0.02)
         host.start_child(1, queue.Queue(), ChildEnvironment({}), None)
-        assert first._process.stdin.closed
+        assert first._stdin.closed
     finally:
         host.close()
