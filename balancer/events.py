@@ -62,16 +62,16 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
     at_seconds: float
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The session ended with a plan. `interrupted`: by the user, with the best plan so far."""
+class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
+    """The session ended with a plan; a line of its journal. A resumed run may end again; the last end counts."""
 
-    run: str
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
     verdict: str  # one sentence: what to do and why
-    interrupted: bool
+    interrupted: bool  # by the user, with the best plan so far
     at_seconds: float
-    findings: Said = Said()  # the same as data
+    budget_seconds: float | None = None  # if it isn't that of the request any more
+    findings: Said = Said()  # what the verdict and the plan say, as data; empty in journals up to 0.1
 
 
 Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished

@@ -16,11 +16,11 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
-from evener.plan.file import Plan
 
+from .events import Finished
 from .probes.prober import Facts
 from .request import Job, Request
-from .types import Failed, Finding, Layout, Observation, Probe, Result, Said, Timed, upgrade_observation, upgrade_probe
+from .types import Failed, Finding, Layout, Observation, Probe, Timed, upgrade_observation, upgrade_probe
 
 SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20
@@ -69,18 +69,6 @@ class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
     facts: Facts
 
 
-class EndedEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan. A resumed run may end again; the last end counts."""
-
-    plan: Plan
-    results: tuple[Result, ...]
-    verdict: str
-    interrupted: bool
-    at_seconds: float
-    budget_seconds: float | None = None  # if it isn't that of the request any more
-    findings: Said = Said()  # what the verdict and the plan say, as data; empty in journals up to 0.1
-
-
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
     """The session ended without a plan."""
 
@@ -89,7 +77,7 @@ class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
     findings: tuple[Finding, ...] = ()  # the same as data
 
 
-LaterEntry = AskedEntry | ObservationEntry | FactsEntry | EndedEntry | FailedEntry
+LaterEntry = AskedEntry | ObservationEntry | FactsEntry | Finished | FailedEntry
 Entry = Header | LaterEntry
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
@@ -136,16 +124,16 @@ class Record(msgspec.Struct, frozen=True):
         return max((entry.at_seconds for entry in self.seen), default=0.0)
 
     @property
-    def last_end(self) -> EndedEntry | FailedEntry | None:
+    def last_end(self) -> Finished | FailedEntry | None:
         """The last end, unless something was measured after it."""
         last = next((entry for entry in reversed(self.entries) if not isinstance(entry, FactsEntry | AskedEntry)), None)
-        return last if isinstance(last, EndedEntry | FailedEntry) else None
+        return last if isinstance(last, Finished | FailedEntry) else None
 
     @property
-    def ended(self) -> EndedEntry | None:
+    def ended(self) -> Finished | None:
         """The last end, if it was one with a plan."""
         last = self.last_end
-        return last if isinstance(last, EndedEntry) else None
+        return last if isinstance(last, Finished) else None
 
 
 class Journal:
@@ -281,7 +269,7 @@ def _is_sound(entry: LaterEntry, header: Header) -> bool:
             short = () if isinstance(seen, Failed) else seen.short_bytes
             sound = _layout_sound(seen.probe.layout, devices) and len(short) in (0, devices)
             return sound and (not isinstance(seen, Timed) or _timed_sound(seen, devices))
-        case EndedEntry():
+        case Finished():
             return len(entry.plan.layout.share) == devices
     return True
 

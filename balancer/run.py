@@ -11,8 +11,9 @@ from evener import __version__
 from evener.system.files import new_run_id, runs_folder
 
 from . import journal
+from .events import Finished
 from .intake import take_in
-from .journal import EndedEntry, Header, Journal, LaterEntry, Record
+from .journal import Header, Journal, LaterEntry, Record
 from .request import Job, Request
 from .result.words import refuse
 from .store import runs
@@ -131,7 +132,7 @@ def _choose_budget(record: Record, request: Request, extend_seconds: float | Non
 
 def _read_budget(record: Record) -> float | None:
     """The run's own budget: that of its last end if it was raised before that, else that of its request."""
-    ends = [entry for entry in record.entries if isinstance(entry, EndedEntry)]
+    ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
     return record.header.request.budget_seconds if raised is None else raised
 

@@ -6,10 +6,12 @@ import math
 import threading
 import time
 
+import msgspec
+
 from evener.errors import RequestError
 
 from .events import EventThread, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
-from .journal import AskedEntry, EndedEntry, FactsEntry, FailedEntry, ObservationEntry
+from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry
 from .objectives import find_objective
 from .probes.child_prober import make_prober
 from .probes.prober import Facts, Prober
@@ -225,11 +227,10 @@ class Session(EventThread):
                 run.write(FailedEntry(fault.message, at, fault.findings))
             raise fault
         interrupted = self._interrupted and self._search.why_stopped() is None
-        results = self._search.results()
-        ended = EndedEntry(found.plan, results, found.verdict, interrupted, at, run.raised_budget, found.findings)
+        ended = msgspec.structs.replace(found, interrupted=interrupted, at_seconds=at, budget_seconds=run.raised_budget)
         if ended != run.record.ended:
             run.write(ended)
-        return Finished(self.run_id, found.plan, results, found.verdict, interrupted, at, found.findings)
+        return ended
 
     def _seconds(self) -> float:
         """Seconds that the search took, without pauses; a replayed run that is complete keeps its own."""

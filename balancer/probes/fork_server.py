@@ -274,9 +274,11 @@ class ServerProcess:
                         self._children[key].pid = pid
                     case Ended(key, code, peak_bytes):
                         self._children.pop(key).finish(code, peak_bytes)
+        for child in filter(lambda each: each.pid, self._children.values()):
+            child.finish(-signal.SIGKILL)  # by the kernel
         code, self._last_words = self._process.wait(), self.read_log()
-        for child in tuple(self._children.values()):
-            child.finish(-signal.SIGKILL if child.pid else code)
+        for child in filter(lambda each: not each.pid, tuple(self._children.values())):
+            child.finish(code)
         self._resources.close()
 
 

@@ -22,6 +22,7 @@ from evener.plan.file import (
 )
 from evener.plan.layout import Knots
 
+from ..events import Finished
 from ..families import SOLO
 from ..journal import Header, Record
 from ..number_format import relative_error
@@ -55,14 +56,6 @@ MARGIN = 1.3  # on top of a budget that would just have been enough: starts of n
 STEP_SECONDS = 10  # to which it is rounded up
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """A plan, the sentence that goes with it, and what both say as data."""
-
-    plan: Plan
-    verdict: str
-    findings: Said
-
-
 class RunEnd(msgspec.Struct, frozen=True):
     """Why a run ended, after how many seconds of its clock, and what had not ended when the time was over."""
 
@@ -82,8 +75,8 @@ class RunEnd(msgspec.Struct, frozen=True):
         return self.why_stopped in (Stop.BUDGET.value, Stop.LATE.value)
 
 
-def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None:
-    """The plan that the search of a run has come to; None if nothing was measured."""
+def build_outcome(record: Record, search: Search, end: RunEnd) -> Finished | None:
+    """The end of a run with the plan that its search has come to; None if nothing was measured."""
     chosen = search.best()
     if chosen is None:
         return None
@@ -133,7 +126,7 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Outcome | None
     )
     said = Said(verdict, warnings, tuple(name for name, _ in evidence), end.code)
     as_read = msgspec.json.decode(msgspec.json.encode(said), type=Said)  # so that a journal gives the same
-    return Outcome(plan, write_verdict(verdict), as_read)
+    return Finished(plan, search.results(), write_verdict(verdict), end.interrupted, end.seconds, findings=as_read)
 
 
 def _find_warnings(

@@ -25,15 +25,15 @@ from evener.system.files import runs_folder
 from .. import journal
 from ..events import Event, EventThread, Finished, Observed, ProbeStarted, Started
 from ..intake import read_job
-from ..journal import AskedEntry, EndedEntry, FailedEntry, Header, ObservationEntry, Record, read_trusted
+from ..journal import AskedEntry, FailedEntry, Header, ObservationEntry, Record, read_trusted
 from ..probes.prober import Facts
 from ..request import Job
-from ..result.outcome import Outcome, RunEnd, build_outcome
+from ..result.outcome import RunEnd, build_outcome
 from ..result.words import make_fault, refuse
 from ..search.decisions import Stop
 from ..search.layouts import BALANCE
 from ..search.search import Search
-from ..types import Failed, Finding, Observation, OutOfMemory, Said
+from ..types import Failed, Finding, Observation, OutOfMemory
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"
@@ -65,18 +65,22 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run according to its journal; one that was cut off has the plan that its measurements give, if any."""
+    """A run according to its journal; one that was cut off ends with the plan that its measurements give, if any."""
 
-    header: Header
-    observations: tuple[Observation, ...]
-    plan: Plan | None
-    verdict: str
-    interrupted: bool
+    record: Record
+    end: Finished | None
     state: State = "finished"
     trouble: str = ""  # why it failed
-    seconds: float = 0.0
-    findings: Said = Said()  # what the verdict and the plan say, as data; empty for journals up to 0.1
-    faults: tuple[Finding, ...] = ()  # `trouble` as data
+
+    @property
+    def header(self) -> Header:
+        """What was asked for, on which devices."""
+        return self.record.header
+
+    @property
+    def plan(self) -> Plan | None:
+        """The run's plan, if it has one."""
+        return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
         """The plan; RequestError says why there is none."""
@@ -183,25 +187,16 @@ def load_run(name: str) -> StoredRun:
     """A run with its measurements and the plan that came of them; RequestError if it can't be read."""
     path = journal_path(find(name))
     record = journal.read(path)
-    ended = record.ended
-    observations = tuple(entry.seen for entry in record.seen)
-    state, trouble = _find_state(record)
-    plan, verdict, findings = _find_plan(record, str(path))
-    interrupted = ended is None or ended.interrupted
-    seconds = record.clock_seconds
-    end = record.last_end
-    faults = end.findings if isinstance(end, FailedEntry) else ()
-    return StoredRun(record.header, observations, plan, verdict, interrupted, state, trouble, seconds, findings, faults)
+    return StoredRun(record, _find_end(record, str(path)), *_find_state(record))
 
 
-def _find_plan(record: Record, source: str) -> tuple[Plan | None, str, Said]:
-    """The plan that a run ended with, or that what it measured gives; the verdict, and both as data."""
+def _find_end(record: Record, source: str) -> Finished | None:
+    """The end of a run, with its plan in today's schema; of one that was cut off, what its measurements give."""
     if record.ended is not None:
-        return parse_plan(to_json(record.ended.plan), source), record.ended.verdict, record.ended.findings
+        return msgspec.structs.replace(record.ended, plan=parse_plan(to_json(record.ended.plan), source))
     with suppress(NoLayoutError):
-        found = recover(record)
-        return found.plan, found.verdict, found.findings
-    return None, "", Said()
+        return msgspec.structs.replace(recover(record), interrupted=True)
+    return None
 
 
 def delete_run(name: str) -> str:
@@ -278,7 +273,7 @@ def _find_state(record: Record) -> tuple[State, str]:
     end = record.last_end
     if isinstance(end, FailedEntry):
         return "failed", end.message
-    if isinstance(end, EndedEntry):
+    if isinstance(end, Finished):
         return ("stopped" if end.interrupted else "finished"), ""
     seen = [entry.seen for entry in record.seen]
     failures = [one.detail for one in seen if isinstance(one, Failed)]
@@ -301,15 +296,15 @@ def make_search(job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = 
     return search
 
 
-def recover(record: Record) -> Outcome:
+def recover(record: Record) -> Finished:
     """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is nothing."""
     search = make_search(read_job(record.header), record.facts, record.observations)
     why = search.why_stopped() or Stop.CUT_OFF.value
-    outcome = build_outcome(record, search, RunEnd(why, record.clock_seconds))
-    if outcome is None:
+    end = build_outcome(record, search, RunEnd(why, record.clock_seconds))
+    if end is None:
         run = {"run": record.header.run}
         raise make_fault(NoLayoutError, Finding("fault.cut_off", run), remedy=Finding("remedy.resume", run))
-    return outcome
+    return end
 
 
 def read_run(name: str) -> Record:
@@ -337,10 +332,8 @@ def recorded_events(record: Record) -> Iterator[Event]:
             probes += 1
             out_of_memory += isinstance(entry.seen, OutOfMemory)
             yield Observed(entry.seen, search.belief(), search.best(), probes, out_of_memory, entry.at_seconds)
-        elif isinstance(entry, EndedEntry) and entry is record.ended:
-            plan = parse_plan(to_json(entry.plan), header.run)  # one of an older schema becomes today's
-            ended = (plan, entry.results, entry.verdict, entry.interrupted, entry.at_seconds, entry.findings)
-            yield Finished(header.run, *ended)
+    if record.ended is not None and (end := _find_end(record, header.run)) is not None:
+        yield end
     if isinstance(record.last_end, FailedEntry):
         raise NoLayoutError(record.last_end.message or "The run failed.")
 

@@ -269,14 +269,14 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(dev
     ended = search(Session(open_run(request)), compared)
     for _ in range(8):  # steps that are held back on a busy machine leave figures unknown: the remedy is more time
         if "known" in ended.verdict:
-            ended = search(Session(open_run(Request(), resume=ended.run, extend_seconds=60.0)), raced)
+            ended = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(
         r"a split over .* loses .*, because synchronizing the devices costs (\d+) ms a step", ended.verdict
     )
     assert costs is not None, ended.verdict
     assert int(costs[1]) >= 25  # nearly 50; what the devices compute is predicted from steps that others slowed
-    more = search(Session(open_run(Request(), resume=ended.run, extend_seconds=60.0)), raced)
+    more = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert more.plan.search.probes > ended.plan.search.probes
 
 

@@ -12,7 +12,7 @@ import pytest
 from evener.balancer import intake, journal
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
 from evener.balancer.intake import take_in_comparison
-from evener.balancer.journal import EndedEntry, ObservationEntry
+from evener.balancer.journal import ObservationEntry
 from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
@@ -59,10 +59,18 @@ def drive(request: Request, resume: str | None = None) -> list[Event]:
         session.close()
 
 
-def ended(events: list[Event]) -> Finished:
-    """The last event."""
-    assert isinstance(events[-1], Finished)
-    return events[-1]
+class Ended(Finished, frozen=True):
+    """The end of a run, with its name."""
+
+    run: str = ""
+
+
+def ended(events: list[Event]) -> Ended:
+    """The last event, and the run that the first one names."""
+    begun, end = events[0], events[-1]
+    assert isinstance(begun, Started)
+    assert isinstance(end, Finished)
+    return Ended(**{name: getattr(end, name) for name in end.__struct_fields__}, run=begun.run)
 
 
 def observed(events: list[Event]) -> list[Probe]:
@@ -129,9 +137,8 @@ def test_events_come_in_order_and_every_observation_is_journalled_first() -> Non
     times = [event.at_seconds for event in events if isinstance(event, Observed)]
     assert times == sorted(times)
     run = runs.load_run("last")
-    assert [seen.probe for seen in run.observations] == observed(events)
-    assert run.plan == ended(events).plan
-    assert run.verdict == ended(events).verdict
+    assert [seen.probe for seen in run.record.observations] == observed(events)
+    assert run.end == events[-1]
 
 
 def test_one_seed_is_one_run_and_another_is_another() -> None:
@@ -378,8 +385,9 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
     assert listed[third.run].state == "unreadable"
     assert "line 1" in listed[third.run].trouble
     cut_off = runs.load_run(second.run)
-    assert cut_off.interrupted
     assert cut_off.plan is not None
+    assert cut_off.end is not None
+    assert cut_off.end.interrupted
     assert "run was cut off" in cut_off.plan.search.why_stopped
 
 
@@ -415,7 +423,7 @@ def test_every_line_of_a_journal_is_one_of_the_known_entries() -> None:
     """The last is the plan."""
     run = ended(drive(PAIR)).run
     record = journal.read(runs.journal_path(run))
-    assert isinstance(record.entries[-1], EndedEntry)
+    assert isinstance(record.entries[-1], Finished)
     assert sum(isinstance(entry, ObservationEntry) for entry in record.entries) >= 8
 
 

@@ -126,7 +126,7 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     assert time.monotonic() - started < 200
     assert fault.value.message.count("FileNotFoundError") == 1
     run = runs.load_run(session.run_id)
-    assert len(run.observations) == 1
+    assert len(run.record.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
     with pytest.raises(RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"):
         Session(open_run(request, resume=session.run_id))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+from evener.balancer.events import Finished
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.request import Request
-from evener.balancer.result.outcome import Outcome, RunEnd, build_outcome
+from evener.balancer.result.outcome import RunEnd, build_outcome
 from evener.balancer.search.decisions import Stop
 from evener.devices.types import Device
 from tests.support.search_machines import Bench, noisy
@@ -14,7 +15,7 @@ from tests.support.search_machines import Bench, noisy
 NOISE = (0.001, 0.005, 0.02, 0.08, 0.2)
 
 
-def draw_outcome(chance: random.Random) -> tuple[Outcome, tuple[str, ...]]:
+def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
     """A search of one to four devices, with the labels of its devices."""
     bench = _draw_bench(chance)
     batch = chance.choice([None, None, 64, 256, 1500])

@@ -254,9 +254,7 @@ def make_events() -> list[Event]:
         _observed(wall, 4, 12.0, walls=1),
         _observed(split, 5, 18.0, best, 1),
         _observed(_timed(layout_of((710, 710)), 1801.0, "race"), 6, 24.0, best, 1),
-        Finished(
-            "20260922-101320-ab12", make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0
-        ),
+        Finished(make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0),
     ]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from evener.balancer.journal import Header
+from evener.balancer.events import Finished
+from evener.balancer.journal import Header, Record
 from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
@@ -81,8 +82,8 @@ def _run(script: Any, plan: Any) -> StoredRun:
     header = Header(
         "20261121-145431-fb1d", "2026-11-21T14:54:31Z", Request(), devices, "keras_maxer", "tensorflow", "1"
     )
-    verdict = "Split 820 and 568: 18 % faster than even." if plan else ""
-    return StoredRun(header, (), plan, verdict, False, "finished" if plan else "stopped")
+    end = Finished(plan, (), "Split 820 and 568: 18 % faster than even.", False, 47.0) if plan else None
+    return StoredRun(Record(header, (), 0), end, "finished" if plan else "stopped")
 
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:

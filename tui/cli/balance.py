@@ -103,7 +103,7 @@ def _read_budget(request: Request, budget: str | None, resume: str | None) -> tu
     if resume is not None and seconds is not None and seconds == Request().budget_seconds:
         run = runs.load_run(resume)  # a session takes the default for no budget at all
         if seconds > (run.header.request.budget_seconds or math.inf):
-            return request, seconds - run.seconds
+            return request, seconds - run.record.clock_seconds
     return msgspec.structs.replace(request, budget_seconds=seconds), None
 
 

@@ -17,6 +17,7 @@ from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
+from evener.balancer.types import Said
 from evener.errors import RequestError
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
@@ -123,11 +124,12 @@ def show_run(run_id: RunName, as_json: JsonOption = False) -> None:
         return
     labels = tuple(device.label for device in run.header.devices)
     print(plain(f"run {run.header.run}: {run.header.workload} on {', '.join(labels)}, {run.header.created}"))
-    print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(run.seconds)}")
-    for seen in run.observations:
+    seconds = run.record.clock_seconds
+    print(plain(f"{run.state}: {run.trouble}", 1000) if run.trouble else f"{run.state}, {duration(seconds)}")
+    for seen in run.record.observations:
         print(f"  {observation_words(seen, labels)}")
     width = terminal_columns()
-    summary = summary_lines(run.plan, labels, run.verdict, width, run.findings) if run.plan else None
+    summary = summary_lines(run.end.plan, labels, run.end.verdict, width, run.end.findings) if run.end else None
     print("\n".join(["", *summary] if summary else ["this run has no plan"]))
 
 
@@ -142,17 +144,18 @@ def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
 
 
 def _as_json(run: StoredRun) -> dict[str, Any]:
-    header = msgspec.to_builtins(run.header)
+    header, end, last = msgspec.to_builtins(run.header), run.end, run.record.last_end
+    said = msgspec.to_builtins(end.findings if end else Said())
     return {
         "run": run.header.run,
         **{key: header[key] for key in ("created", "workload", "framework", "request", "devices")},
         "state": run.state,
         "trouble": run.trouble,
-        "observations": run.observations,
+        "observations": run.record.observations,
         "plan": run.plan,
-        "verdict": run.verdict,
-        "interrupted": run.interrupted,
-        "findings": {**msgspec.to_builtins(run.findings), "faults": run.faults},
+        "verdict": end.verdict if end else "",
+        "interrupted": end is None or end.interrupted,
+        "findings": {**said, "faults": last.findings if isinstance(last, journal.FailedEntry) else ()},
     }
 
 

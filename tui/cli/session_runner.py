@@ -67,9 +67,12 @@ def run_session(
                 finished.plan.save(export)
             measured = progress.state.replayed < finished.plan.search.probes
             path = "" if export is None else str(export)
-            steps = find_next_steps(finished.run, finished.plan, path, finished.interrupted, measured)
+            steps = find_next_steps(session.run_id, finished.plan, path, finished.interrupted, measured)
             if as_json:
-                print(json_text(result_json(finished, steps, more(session, finished, progress.devices))), flush=True)
+                print(
+                    json_text(result_json(session.run_id, finished, steps, more(session, finished, progress.devices))),
+                    flush=True,
+                )
             else:
                 show(session, finished, progress.devices)
                 print("".join(f"evener: {plain(step)}\n" for step in say_all(steps)), end="", file=sys.stderr)
@@ -81,9 +84,11 @@ def run_session(
     return caught[0] if caught else 130
 
 
-def result_json(finished: Finished, steps: Sequence[Finding], more: Mapping[str, object]) -> dict[str, object]:
+def result_json(
+    run: str, finished: Finished, steps: Sequence[Finding], more: Mapping[str, object]
+) -> dict[str, object]:
     """The result as data: the run, `more`, the plan, what to do next, and what all sentences say as codes."""
-    head = {"run": finished.run, "verdict": finished.verdict, "interrupted": finished.interrupted}
+    head = {"run": run, "verdict": finished.verdict, "interrupted": finished.interrupted}
     found = {**msgspec.to_builtins(finished.findings), "next": steps}
     return {**head, **more, **msgspec.to_builtins(finished.plan), "next": say_all(steps), "findings": found}
 

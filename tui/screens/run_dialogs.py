@@ -18,7 +18,7 @@ from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
 from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
-from evener.balancer.store.runs import StoredRun, read_run
+from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
 from evener.plan.file import Plan
 from evener.system.files import error_file
@@ -39,8 +39,9 @@ class ContinueDialog(FieldDialog):
 
     def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
-        left = budget - run.seconds if budget is not None and run.state != "finished" else 0.0
-        hint = f"{duration(run.seconds)} were measured. How much longer? Like 90s or 5m. What was measured is kept."
+        seconds = run.record.clock_seconds
+        left = budget - seconds if budget is not None and run.state != "finished" else 0.0
+        hint = f"{duration(seconds)} were measured. How much longer? Like 90s or 5m. What was measured is kept."
         more = f"{left if left >= 1 else MORE_SECONDS:.0f}s"
         super().__init__("Continue the run", Input(more, id="line", compact=True), hint)
         self._run = run
@@ -49,7 +50,7 @@ class ContinueDialog(FieldDialog):
         """Start the session."""
         header = self._run.header
         more = parse_duration(text, "The time")
-        kept = [Seen(entry.seen, entry.at_seconds) for entry in read_run(header.run).seen]
+        kept = [Seen(entry.seen, entry.at_seconds) for entry in self._run.record.seen]
         self.evener.start_session(header.request, header.devices, kept, resume=header.run, extend_seconds=more)
         return True
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer import journal
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.number_format import duration, percent, rate, write_share
 from evener.balancer.result.learning import Point, find_frontier
@@ -86,16 +85,15 @@ def read_report(name: str) -> RunReport:
     """
     found = runs.load_run(name)
     header, plan = found.header, found.require_plan()
-    record = journal.read(runs.journal_path(header.run))
     return RunReport(
         header=header,
         labels=tuple(_label(device) for device in header.devices),
         plan=plan,
-        verdict=plain(found.verdict, 1000),
-        curves=tuple(_curve(record, i) for i in range(len(header.devices))),
+        verdict=plain(found.end.verdict if found.end else "", 1000),
+        curves=tuple(_curve(found.record, i) for i in range(len(header.devices))),
         ranking=_rank(plan),
-        seen=record.seen,
-        frontier=find_frontier(found.findings),
+        seen=found.record.seen,
+        frontier=find_frontier(found.end.findings) if found.end else [],
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.balancer.events import Finished
 from evener.balancer.number_format import duration, rate
 from evener.balancer.session_state import SessionState, first_state
 from evener.balancer.store.runs import RunSummary, StoredRun
@@ -107,15 +106,12 @@ def run_grid(width: int) -> Grid[RunSummary]:
 
 def _end_state(run: StoredRun) -> SessionState:
     """A run's end as the Balance screen shows it."""
-    finished = None
-    if run.plan is not None:
-        finished = Finished(run.header.run, run.plan, (), run.verdict, run.interrupted, run.plan.search.seconds)
     state = first_state(run.header.devices, run.header.workload, run.header.run)
-    return msgspec.structs.replace(state, finished=finished, ended=True)
+    return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _state_words(run: StoredRun) -> str:
-    count = len(run.observations)
+    count = len(run.record.observations)
     made = f"after {count} measurement{'s' * (count != 1)}"
     if run.state == "failed":
         return f"Failed {made}. {run.trouble}"
@@ -131,9 +127,9 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     head: tuple[Line, ...] = (title,)
     if run.state != "finished":
         head = (*head, *text_lines(_state_words(run), width, 8, _STATE_TONES[run.state]))
-    if run.plan is None:
+    if run.end is None:
         return head
-    plan, state = run.plan, _end_state(run)
+    plan, state = run.end.plan, _end_state(run)
     search = plan.search
     facts = f"{plan.framework}, {plan.precision}{', XLA' if plan.xla else ''}"
     effort = f"{search.probes} probes, {search.out_of_memory} out of memory, {duration(search.seconds)}"
@@ -146,7 +142,7 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     )
     after = (
         Line(),
-        *text_lines(run.verdict, width, 4, "good"),
+        *text_lines(run.end.verdict, width, 4, "good"),
         *(() if run.state == "running" else text_lines(search.why_stopped, width, 3, "dim")),
         *warning_lines(plan.warnings, width),
     )
