@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -43,6 +43,9 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     at_seconds: float
     phase_seconds: float = 0.0  # how long it has been in this phase
     where: str = ""  # "file.py:12": the user's own line at which it was stopped
+
+
+Report = Callable[[ProbeProgress], None]  # is called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):

@@ -227,6 +227,22 @@ class ShardFamily(Family):
         """Rows by speed, state by the memory that is left beside them."""
         return view.shards
 
+    def sentences(self) -> dict[str, str]:
+        """The family's sentences, with those of models that no device holds."""
+        return {
+            **super().sentences(),
+            "failure.shards": "in shards its state of {state_bytes:size} doesn't fit either: the devices have"
+            " {memory_bytes:size} in all, for that and, on each, {gathered_bytes:size} of gathered units and the"
+            " activations of a row",
+            "failure.shards_row": "in shards {devices:and} ran out of memory too, without the state",
+            "failure.shards_failed": "in shards it failed: {why}",
+            "remedy.shards": "Free some of its memory, or run evener balance, which also tries the model in shards over"
+            " all of the devices.",
+            "outlook.largest_model": "AdamW in float32 trains at most {whole:millions} parameters where each device"
+            " holds the model, and {sharded:millions} in shards (split.shard), by memory alone: gathered units and"
+            " activations take some",
+        }
+
     def count_groups(self, offer: Offer, devices: int) -> int:
         """The number of process groups: none where the model fits."""
         return 0

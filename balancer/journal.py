@@ -18,9 +18,8 @@ from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
 
 from .events import Finished
-from .probes.prober import Facts
 from .request import Job, Request
-from .types import Failed, Finding, Layout, Observation, Probe, Timed, upgrade_observation, upgrade_probe
+from .types import Facts, Failed, Finding, Layout, Observation, Probe, Timed, upgrade_observation, upgrade_probe
 
 SCHEMA = 2  # 1: before a share could be taken in passes
 LARGEST_FILE_BYTES = 256 << 20

@@ -88,6 +88,11 @@ def count_words(count: float) -> str:
     return f"{count:,.0f}".replace(",", " ")
 
 
+def millions(count: int) -> str:
+    """A large number in short: 740 million, 2.1 billion."""
+    return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"
+
+
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
     """Pairs of a share and its rows in one pass: 150 + 106; in passes (820 = 2 × 410) + 568."""
     words = [write_share(rows, micro) for rows, micro in shares]

@@ -14,7 +14,6 @@ from .events import EventThread, Finished, Observed, Paused, ProbeProgress, Prob
 from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry
 from .objectives import find_objective
 from .probes.child_prober import make_prober
-from .probes.prober import Facts, Prober
 from .result.explain_failure import explain_no_plan, find_unfinished
 from .result.outcome import RunEnd, build_outcome
 from .result.words import make_fault
@@ -23,7 +22,7 @@ from .search.decisions import Stop
 from .search.search import Search
 from .store import runs
 from .store.runs import make_search
-from .types import Failed, Finding, Observation, OutOfMemory, Probe, Timed
+from .types import Facts, Failed, Finding, Observation, OutOfMemory, Probe, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
 GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps
@@ -51,7 +50,7 @@ class Session(EventThread):
         try:
             errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
-            self._prober: Prober = make_prober(run.job, began, errors, end)
+            self._prober = make_prober(run.job, began, errors, end)
         except BaseException:
             run.close()
             raise

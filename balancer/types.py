@@ -311,6 +311,20 @@ class Problem(msgspec.Struct, frozen=True):
     all_together: bool = False  # all devices take part in any layout, as each holds a part of the model
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """The software and data that probes ran with, for the plan's fingerprint; it grows as probes run."""
+
+    versions: dict[str, str] = {}  # framework -> version
+    driver: str = ""
+    engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
+    workload_digest: str = ""
+    batch_statistics: str = ""  # a layer that takes statistics over the rows of a pass, as batch normalization does
+    rows: int = 0  # of the training data; 0: unknown, or made for the measurement
+    lengths: tuple[int, ...] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    longest_row: int = -1  # the number of the longest row in the data; -1: unknown
+    state: ModelState | None = None  # what a sharded training divides, once one was built
+
+
 class Finding(msgspec.Struct, frozen=True):
     """Something to know of a result: its code, and the values in its sentence."""
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.balancer.intake import take_in
-from evener.balancer.probes.child_prober import make_prober
-from evener.balancer.probes.prober import Prober
+from evener.balancer.probes.child_prober import Prober, make_prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
 from evener.plan.file import Plan, load_plan

@@ -20,11 +20,11 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.intake import take_in
-from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.result.rivals import list_samples
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
+from evener.balancer.trials import RunLength, timed_runs
 from evener.balancer.types import Layout, layout_of
 from evener.devices.terms import parse_limit
 from evener.plan.file import SOLO_PREFIX, Plan, load_plan, to_toml

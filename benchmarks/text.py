@@ -19,8 +19,7 @@ import msgspec
 
 from evener.balancer.events import Finished
 from evener.balancer.intake import take_in
-from evener.balancer.probes.child_prober import make_prober
-from evener.balancer.probes.prober import Prober
+from evener.balancer.probes.child_prober import Prober, make_prober
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session

@@ -24,8 +24,8 @@ import msgspec
 from benchmarks.trainer_processes import Ranks, name_build
 from benchmarks.training import balance
 from evener.balancer.intake import take_in
-from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.request import Request
+from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.types import Layout
 from evener.plan.file import Plan, load_plan
 

@@ -10,20 +10,25 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
+import msgspec
+
 from evener.devices.backend import ChildEnvironment
 from evener.devices.cluster.agents import HostLostError
+from evener.devices.registry import all_backends
 from evener.devices.types import Device
 from evener.errors import DeviceError
 
-from ..request import Job
-from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Timed
+from ..events import Report
+from ..request import Job, deals_by_cost
+from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -39,7 +44,6 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts
-from .prober import Facts, Prober, Report, add_facts
 from .protocol import Built, Ready, Stack
 from .simulated import SimulatedProber
 
@@ -47,11 +51,15 @@ WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made a
 REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
+_FRAMEWORKS = ("tensorflow", "keras", "torch")
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
 
 
 class ChildProber:
-    """A Prober over real children. What failing children wrote is kept in `error_file`, if one is given."""
+    """Measures probes with real children. What failing children wrote is kept in `error_file`, if one is given.
+
+    A probe that fails is an observation, never an exception.
+    """
 
     def __init__(
         self,
@@ -77,7 +85,11 @@ class ChildProber:
     def measure(
         self, probes: tuple[Probe, ...], report: Report, stop: threading.Event, finished: tuple[Probe, ...] = ()
     ) -> Iterator[Observation]:
-        """All probes at once, each driven by its own thread."""
+        """Run all probes at the same time, each driven by its own thread, and yield each one's observation as it ends.
+
+        Once `stop` is set it ends early, without inventing observations. A resumed run asks again for a part of what it
+        had asked for: `finished` are the other probes, which count as running where devices share something.
+        """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
         self._unused = tuple(sorted(self._used - busy))
@@ -118,7 +130,7 @@ class ChildProber:
         return self._facts
 
     def close(self) -> None:
-        """Kill every child at once."""
+        """Kill every child at once; it may be called twice, from any thread, and while `measure` runs."""
         self._closed.set()
         self._hosts.close()
         self._idle.clear()
@@ -316,6 +328,31 @@ class ChildProber:
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
+
+
+def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
+    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a split.
+
+    The digest is that of the first: the model's own, which a training script compares with its model, if it has one.
+    """
+    names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
+    parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
+    own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+    by_cost = deals_by_cost(resolved.request, resolved.framework)
+    return Facts(
+        versions=before.versions | {name: found[name] for name in names if name in found},
+        driver=before.driver,
+        engine=engine or before.engine,
+        workload_digest=before.workload_digest or own,
+        batch_statistics=found.get("batch_statistics", ""),
+        rows=int(found.get("rows", 0)),
+        lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
+        longest_row=int(found.get("longest_row", -1)),
+        state=ModelState(*map(int, found["state"].split())) if "state" in found else before.state,
+    )
+
+
+Prober = ChildProber | SimulatedProber
 
 
 def make_prober(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -29,9 +29,6 @@ from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import all_backends, import_path
 
 from .protocol import STACK_SIGNAL
-
-if TYPE_CHECKING:
-    from .children import Child
 
 LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
 _PR_SET_PDEATHSIG = 1
@@ -134,8 +131,7 @@ class ForkServer:
             for descriptor in (self._channel.fileno(), *streams, *self._keys):
                 os.close(descriptor)
             os.environ.update(start.variables)
-            if start.cores:
-                os.sched_setaffinity(0, start.cores)
+            os.sched_setaffinity(0, start.cores or os.sched_getaffinity(0))
             self._run(parent)
         except BaseException:
             traceback.print_exc()
@@ -194,12 +190,21 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+class ForkedChild(Protocol):
+    """A child as its server knows it."""
+
+    pid: int  # 0 until it runs
+
+    def finish(self, code: int, peak_bytes: int = 0) -> None:
+        """Record that the child has ended; `peak_bytes` is the most memory that it held."""
+
+
 class ServerProcess:
     """A running fork server; OSError if it can't be started. Ends with the thread that made it, or by `close`."""
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, ForkedChild] = {}
         self._has_forked = False
         self._last_words: bytes | None = None  # the end of its output, once it has ended
         with ExitStack() as stack:
@@ -219,7 +224,7 @@ class ServerProcess:
         """True if the server still runs."""
         return self._process.poll() is None
 
-    def start(self, child: Child, environment: ChildEnvironment, streams: Sequence[int]) -> int:
+    def start(self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]) -> int:
         """Fork a child once everything is imported, and close its streams here; returns the server's key for it.
 
         If the server has ended, so has the child. OSError if the request can't be sent.

@@ -13,7 +13,7 @@ import msgspec
 from evener.devices.backend import Vitals
 from evener.shares.curves import Work
 
-from ..events import ProbeProgress
+from ..events import ProbeProgress, Report
 from ..search.statistics import relative_half_width
 from ..types import Layout, Probe, Timed, Warned
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
@@ -21,7 +21,6 @@ from .children import ChildGroup
 from .failures import GroupError, RankFailure
 from .interference import DriverReader, ProbeInterference
 from .launch_plan import RankMap
-from .prober import Report
 from .protocol import Prepare, Prepared, Ran, RunSteps, Stack
 
 _T = TypeVar("_T")

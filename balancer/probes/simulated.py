@@ -17,12 +17,11 @@ import msgspec
 
 from evener.devices.machine import MIB, Machine
 
-from ..events import ProbeProgress
+from ..events import ProbeProgress, Report
 from ..search.sharding import MEASURED_PART
 from ..search.statistics import relative_half_width
-from ..types import Failed, ModelState, Observation, OutOfMemory, Probe, Timed
+from ..types import Facts, Failed, ModelState, Observation, OutOfMemory, Probe, Timed
 from .block_timing import Block, BlockTimer
-from .prober import Facts, Report
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
@@ -30,7 +29,7 @@ LATER = ("micro", "costs", "tokens", "length", "state")  # in a layout: seeds do
 
 
 class SimulatedProber:
-    """A Prober over a simulated machine. `pace` 1 takes real time, 0 none; its clock starts at `start_seconds`.
+    """Measures probes on a simulated machine; `pace` 1 takes real time, 0 none. Its clock starts at `start_seconds`.
 
     Probes that still run at `end_seconds` are stopped, and leave no observation.
     """

@@ -28,11 +28,11 @@ from ..journal import Header, Record
 from ..number_format import relative_error
 from ..objectives import find_objective
 from ..probes.launch_plan import MIXED
-from ..probes.prober import Facts
 from ..search.decisions import Stop
 from ..search.layouts import Candidate
 from ..search.search import Search
 from ..types import (
+    Facts,
     Failed,
     Finding,
     Interval,

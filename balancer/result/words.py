@@ -25,6 +25,7 @@ from ..number_format import (
     factor,
     join_shares,
     join_words,
+    millions,
     milliseconds,
     percent,
     rate,
@@ -34,7 +35,7 @@ from ..number_format import (
 )
 from ..objectives import find_objective
 from ..types import Finding
-from . import learning, outlook
+from . import learning
 
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
@@ -90,7 +91,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda share: percent(share, 0 if share >= 0.02 else 1),
     "rough": lambda share: percent(share, 0 if share >= 0.005 else 1),
     "size": size,
-    "millions": outlook.write_millions,
+    "millions": millions,
     "duration": duration,
     "share": lambda share: write_share(*share),
     "also": lambda knobs: "".join(f", {KNOBS.get(knob, knob)}" for knob in knobs),
@@ -328,7 +329,12 @@ SENTENCES = {
     "next.train": "to train by it{hosts:hosts}: {command:command}",
     "next.resume": "to go on: evener balance --resume {run}",
     "next.extend": "the run had ended, and nothing was measured; for more: evener balance --resume {run} --budget +5m",
-    **outlook.SENTENCES,
+    # a dry run
+    "outlook.steps": "{workload}{framework:framework} was {start_seconds:built} on {device}: a step took"
+    " {steps:stepped}",
+    "outlook.simulated": "A simulated model was {start_seconds:built} on {device}: a step took {steps:stepped}",
+    "outlook.search": "A search takes at most {budget_seconds:duration}",
+    "outlook.nothing_kept": "Nothing was kept",
     # what holds a training up
     "held.all": "All ranks{missing:seen} have been {doing:doing} for {seconds:duration}{doing:perhaps}.",
     "held.silent": "{rank} has been {doing:doing} for {seconds:duration}{doing:perhaps}{others:waiting}.",

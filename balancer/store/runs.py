@@ -26,14 +26,13 @@ from .. import journal
 from ..events import Event, EventThread, Finished, Observed, ProbeStarted, Started
 from ..intake import read_job
 from ..journal import AskedEntry, FailedEntry, Header, ObservationEntry, Record, read_trusted
-from ..probes.prober import Facts
 from ..request import Job
 from ..result.outcome import RunEnd, build_outcome
 from ..result.words import make_fault, refuse
 from ..search.decisions import Stop
 from ..search.layouts import BALANCE
 from ..search.search import Search
-from ..types import Failed, Finding, Observation, OutOfMemory
+from ..types import Facts, Failed, Finding, Observation, OutOfMemory
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"
@@ -74,7 +73,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def header(self) -> Header:
-        """What was asked for, on which devices."""
+        """The first line of the run's journal."""
         return self.record.header
 
     @property

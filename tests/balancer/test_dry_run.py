@@ -8,12 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.balancer.dry_run import Outlook, dry_run
 from evener.balancer.events import ProbeProgress
 from evener.balancer.intake import take_in
-from evener.balancer.manual_run import RunLength, timed_runs
 from evener.balancer.request import Request
 from evener.balancer.store import runs
+from evener.balancer.trials import Outlook, RunLength, dry_run, timed_runs
 from evener.balancer.types import solo
 from evener.devices.simulated import catalogue
 from evener.errors import NoLayoutError

@@ -76,11 +76,11 @@ def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> No
 
 
 def test_problems_and_searches_are_made_in_one_place() -> None:
-    """A problem where the request comes in; a search in the replay of a record, and for the steps of a dry run."""
+    """A problem where the request comes in; a search in the replay of a record."""
     made: dict[str, set[str]] = {"Problem": set(), "Search": set()}
     for path in (path for folder in ("balancer", "tui") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made:
                 made[node.func.id].add(path.relative_to(ROOT).as_posix())
     assert made["Problem"] == {"balancer/request.py"}
-    assert made["Search"] == {"balancer/store/runs.py", "balancer/dry_run.py"}
+    assert made["Search"] == {"balancer/store/runs.py"}

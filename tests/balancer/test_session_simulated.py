@@ -13,13 +13,12 @@ from evener.balancer import intake, journal
 from evener.balancer.events import Event, Finished, Observed, Paused, ProbeStarted, Started
 from evener.balancer.intake import take_in_comparison
 from evener.balancer.journal import ObservationEntry
-from evener.balancer.probes.prober import Facts
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.types import Probe
+from evener.balancer.types import Facts, Probe
 from evener.devices.backend import Discovery
 from evener.devices.discover import discover
 from evener.errors import DeviceError, NoLayoutError, RequestError

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
-from evener.balancer.probes.prober import Facts
 from evener.balancer.request import Request, deals_by_cost
 from evener.balancer.run import open_run
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
 from evener.balancer.store import runs
+from evener.balancer.types import Facts
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.plan.file import parse_plan, to_toml

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Finished, Observed, ProbeStarted
-from evener.balancer.probes.prober import Prober
+from evener.balancer.probes.child_prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session

@@ -81,7 +81,7 @@ ODD = (
     *(b"[" * 3000, b'{"a":' * 500, b"1" * 5000, b'"split"', b'"place"', b'"pack"', b'"failed"', b'"out_of_memory"'),
 )
 REPLY = (
-    protocol.Ready(7),
+    protocol.Ready(),
     protocol.Built({"framework": "none", "digest": "x"}),
     protocol.Prepared(0.5),
     protocol.Ran(3, 0.5, 0.4, 0.0, (1024, None)),

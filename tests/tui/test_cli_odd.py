@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer import manual_run
+from evener.balancer import trials
 from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine, merge_checks
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
@@ -160,14 +160,14 @@ def test_a_probe_that_is_interrupted_still_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --json every outcome is one object: here the runs that were done."""
-    runs = manual_run._runs
+    runs = trials._runs
 
     def interrupted(*arguments: Any) -> Any:
         for turn in runs(*arguments):
             yield turn
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(manual_run, "_runs", interrupted)
+    monkeypatch.setattr(trials, "_runs", interrupted)
     assert run(["probe", "--devices", PAIR, "--batches", "64", "64", "--json"]) == 130
     answer = json.loads(capsys.readouterr().out)
     assert answer["interrupted"] is True

@@ -14,7 +14,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from evener.balancer.dry_run import DeviceOutlook, Outlook, dry_run
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
 from evener.balancer.learn import learn
@@ -24,6 +23,7 @@ from evener.balancer.result.words import refuse, write_verdict
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
+from evener.balancer.trials import DeviceOutlook, Outlook, dry_run
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 

@@ -11,11 +11,11 @@ import msgspec
 import typer
 
 from evener.balancer.intake import take_in
-from evener.balancer.manual_run import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.number_format import duration, half_width, rate, size, write_share
 from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
 from evener.balancer.result.words import say_all
+from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_runs
 from evener.balancer.types import Finding, Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError

@@ -1,0 +1,330 @@
+"""Measurements outside a search: runs at batch sizes that a person chooses, and an outlook on a search.
+
+Per-device figures of a run come from the step itself where a device's own work can be separated from waiting (CPU
+slices, simulated devices); elsewhere each device is timed alone at its share. An outlook comes from one build and the
+steps of two small batches on one device, of which nothing is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import msgspec
+
+from evener.devices.types import Device
+from evener.errors import NoLayoutError, RequestError
+from evener.system.files import new_error_file
+
+from .events import ProbeProgress, Report
+from .probes.child_prober import Prober, make_prober
+from .request import Job
+from .result.explain_failure import find_unfinished
+from .result.words import make_fault
+from .search.model.memory import Memory
+from .store.locks import lock_job
+from .store.runs import make_search
+from .types import (
+    Failed,
+    Finding,
+    Interval,
+    Layout,
+    Observation,
+    OutOfMemory,
+    Power,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+    Warned,
+    layout_of,
+)
+
+DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
+ALONE_SECONDS = 3.0  # of each device by itself
+
+
+class RunLength(msgspec.Struct, frozen=True):
+    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't 0."""
+
+    seconds: float = DEFAULT_SECONDS
+    steps: int = 0
+
+
+class TimedRun(msgspec.Struct, frozen=True):
+    """One run: samples and samples/s so far over all runs, and each device's own samples/s, None where unknown."""
+
+    samples: int
+    samples_per_second: float
+    own: tuple[float | None, ...]
+    alone: bool  # `own` was measured with each device by itself
+    steps: int  # timed in this run
+    memory_bytes: tuple[int | None, ...]  # peak of each device in this run; None: unknown, or left out
+    warnings: tuple[Warned, ...]  # doubts about this run
+    this_run: Interval  # samples/s of this run alone
+    power: Power | None = None  # of this run; None: one of the devices doesn't report it
+    samples_per_joule: float | None = None  # of this run, by all devices of the request
+
+
+def choose_layout(
+    devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
+) -> Layout:
+    """One batch for each position, or for the first devices, in passes of up to `micro` rows where that is given.
+
+    RequestError if they don't fit together.
+    """
+    if any(batch < 1 for batch in batches):
+        raise RequestError(f"A batch of {min(batches)} can't be trained.", "Give 1 or more for each device.")
+    if positions is None:
+        positions = range(len(batches))
+        if len(batches) > devices:
+            message = f"--batches gives {len(batches)} batches for {devices} device{'' if devices == 1 else 's'}."
+            raise RequestError(message, "Give at most one for each device, or more --devices.")
+    if len(positions) != len(batches):
+        names = f"--gpus names {len(positions)} device{'' if len(positions) == 1 else 's'}"
+        raise RequestError(f"{names}, and --batches gives {len(batches)}.", "Give one batch for each device.")
+    if max(positions) >= devices:
+        there = f"There are {devices} devices, from 0 to {devices - 1}." if devices > 1 else "There is one device, 0."
+        raise RequestError(f"--gpus names {max(positions)}.", there)
+    _check_micro(batches, micro)
+    shares, rows = (dict(zip(positions, sizes, strict=True)) for sizes in (batches, micro or batches))
+    return layout_of(*(tuple(sizes.get(i, 0) for i in range(devices)) for sizes in (shares, rows)))
+
+
+def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
+    if micro and len(micro) != len(batches):
+        message = f"--micro gives {len(micro)} number{'' if len(micro) == 1 else 's'}, --batches {len(batches)}."
+        raise RequestError(message, "Give the rows of one pass for each batch.")
+    for rows, batch in zip(micro, batches, strict=False):
+        if not 1 <= rows <= batch:
+            raise RequestError(f"--micro {rows} isn't a part of {batch} rows.", f"Give a number from 1 to {batch}.")
+
+
+@contextmanager
+def timed_runs(
+    resolved: Job, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
+) -> Iterator[Iterator[TimedRun]]:
+    """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
+
+    NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has a device.
+    """
+    with _lent_prober(resolved, layout.active) as prober:
+        yield _runs(prober, layout, resolved.devices, repeat, length, stop)
+
+
+@contextmanager
+def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
+    """A prober, with a lock on the job's devices or those at `positions`."""
+    with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
+        yield prober
+
+
+def _runs(
+    prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: RunLength, stop: threading.Event
+) -> Iterator[TimedRun]:
+    samples, spent = 0, 0.0
+    stage: Stage = "split" if layout.traits.together else "solo"
+    alone: tuple[float | None, ...] = ()
+    for turn in range(repeat):
+        probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
+        seen = _require_timed(_measure(prober, probe, stop), devices)
+        if seen is None:
+            return
+        samples += seen.steps * layout.global_batch
+        spent += seen.steps * seen.step_seconds
+        own: tuple[float | None, ...] = tuple(
+            share / part if share and part else None
+            for share, part in zip(layout.shares, seen.device_seconds, strict=True)
+        )
+        if layout.traits.together and not any(own):
+            alone = own = alone or _measure_alone(prober, layout, min(length.seconds, ALONE_SECONDS), stop)
+        power = seen.power
+        yield TimedRun(
+            samples,
+            samples / spent,
+            own,
+            bool(alone),
+            seen.steps,
+            seen.memory_bytes,
+            seen.warnings,
+            seen.throughput,
+            power,
+            power.samples_per_joule(seen.throughput.value) if power else None,
+        )
+
+
+def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
+    """One measurement; None if it was stopped."""
+    return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
+
+
+def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
+    """The timing, None if it was stopped; NoLayoutError if the batch doesn't fit or the training failed."""
+    if isinstance(seen, OutOfMemory):
+        values = {"devices": [devices[i].label for i in seen.devices], "why": seen.detail[:200]}
+        remedy = Finding("remedy.smaller_passes")
+        raise make_fault(NoLayoutError, Finding("fault.out_of_memory", values), remedy=remedy)
+    if isinstance(seen, Failed):
+        failed = Finding("fault.training", {"cause": seen.cause, "why": seen.detail[:300]})
+        raise make_fault(NoLayoutError, failed, remedy=Finding("remedy.again"))
+    return seen
+
+
+def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threading.Event) -> tuple[float | None, ...]:
+    """Each device by itself at its share."""
+    figures: list[float | None] = []
+    for position, share in enumerate(layout.shares):
+        sizes = (layout.shares, layout.pass_rows)
+        own = (tuple(rows * (i == position) for i, rows in enumerate(each)) for each in sizes)
+        probe = Probe(layout_of(*own), "solo", seconds)
+        seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
+        figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
+    return tuple(figures)
+
+
+BATCHES = 2  # stepped: two points give a line
+PROBE_SECONDS = 0.5
+ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two averages
+TELLING = 0.02  # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the rows'
+
+
+class DeviceOutlook(msgspec.Struct, frozen=True):
+    """A device's memory, and the most rows that should fit it at once; None: unknown."""
+
+    label: str
+    name: str
+    memory_bytes: int | None
+    largest_batch: int | None
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """The findings of a dry run; `steps` are (batch, seconds) on the first device."""
+
+    workload: str
+    framework: str
+    devices: tuple[DeviceOutlook, ...]
+    steps: tuple[tuple[int, float], ...]
+    start_seconds: float  # to start a process and build the workload
+    budget_seconds: float | None
+    notes: tuple[str, ...] = ()
+    simulated: bool = False  # the workload itself was not run
+    largest: tuple[Finding, ...] = ()  # the largest models that the devices could train
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The parts of what a dry run says; `result.words` makes sentences of them."""
+        steps = {
+            "workload": self.workload,
+            "framework": self.framework,
+            "device": self.devices[0].label,
+            "start_seconds": self.start_seconds,
+            "steps": self.steps,
+        }
+        limit = Finding("outlook.search", {"budget_seconds": self.budget_seconds})
+        tried = Finding("outlook.simulated" if self.simulated else "outlook.steps", steps)
+        limits = () if self.budget_seconds is None else (limit,)
+        return tried, *limits, *self.largest, Finding("outlook.nothing_kept")
+
+
+def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
+    """Build on the first device, step two batches, and say what fits; None once `stop` is set.
+
+    NoLayoutError if the workload fails, or doesn't step within the budget.
+    """
+    alone = _keep_first(resolved)
+    with _lent_prober(alone) as prober:
+        timed = _step(alone, prober, report, stop, tuple(find_largest_model(resolved)))
+    return None if len(timed) < BATCHES and stop.is_set() else _foresee(resolved, timed)
+
+
+def _keep_first(job: Job) -> Job:
+    """The job on its first device alone, with an even split's part of a fixed batch at the most."""
+    machine, request = job.machine, job.request
+    if machine is not None:
+        machine = msgspec.structs.replace(machine, devices=machine.devices[:1], limits=machine.limits[:1])
+    if request.global_batch is not None:
+        most = max(1, request.global_batch // len(job.devices))
+        request = msgspec.structs.replace(request, global_batch=None, max_global_batch=most)
+    return msgspec.structs.replace(job, request=request, devices=job.devices[:1], machine=machine)
+
+
+def _step(
+    alone: Job, prober: Prober, report: Report, stop: threading.Event, largest: tuple[Finding, ...]
+) -> list[Timed]:
+    """The first batches of a search on one device, as many as ran until `stop`; `largest` follows where none fits."""
+    search, timed = make_search(alone), list[Timed]()
+    running: dict[Probe, ProbeProgress] = {}
+    over = threading.Event()
+
+    def watch(progress: ProbeProgress) -> None:
+        running[progress.probe] = progress
+        report(progress)
+
+    def end() -> None:
+        over.set()
+        stop.set()
+
+    budget = alone.request.budget_seconds
+    alarm = threading.Timer(threading.TIMEOUT_MAX if budget is None else budget, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        while len(timed) < BATCHES and not stop.is_set() and (probes := search.ask()):
+            running.clear()
+            short = tuple(msgspec.structs.replace(probe, seconds=PROBE_SECONDS) for probe in probes)
+            for seen in prober.measure(short, watch, stop):
+                if isinstance(seen, Failed):
+                    fails = Finding("fault.workload", {"cause": seen.cause, "why": seen.detail.rstrip(".")})
+                    raise make_fault(NoLayoutError, fails, remedy=Finding("remedy.again"))
+                search.tell(seen)
+                timed += [seen] if isinstance(seen, Timed) else []
+    finally:
+        alarm.cancel()
+    if over.is_set() and not timed:
+        late = find_unfinished(alone.workload, alone.devices, tuple(running.values()))
+        parts = late or (Finding("fault.no_step", {"budget_seconds": budget}),)
+        raise make_fault(NoLayoutError, *parts, remedy=Finding("remedy.longer_budget"))
+    if not timed and not stop.is_set():
+        none = Finding("fault.no_sample", {"device": alone.devices[0].label})
+        raise make_fault(
+            NoLayoutError, none, *largest, remedy=Finding("remedy.shards" if largest else "remedy.free_memory")
+        )
+    return timed
+
+
+def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
+    problem = resolved.problem
+    steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
+    points = tuple((seen.probe.layout.global_batch, size) for seen in timed if (size := seen.memory_bytes[0]))
+    devices = tuple(
+        DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
+        for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
+    )
+    return Outlook(
+        workload=resolved.workload,
+        framework=resolved.framework,
+        devices=devices,
+        steps=steps,
+        start_seconds=timed[0].start_seconds,
+        budget_seconds=problem.budget_seconds,
+        notes=resolved.notes,
+        simulated=resolved.machine is not None,
+        largest=tuple(find_largest_model(resolved)),
+    )
+
+
+def find_largest_model(job: Job) -> Iterator[Finding]:
+    """The most parameters that the devices hold whole and in shards, where the workload can be sharded."""
+    sizes = [size for size in job.problem.memory_bytes if size is not None]
+    sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards
+    if sharded and job.problem.devices > 1 and len(sizes) == job.problem.devices:
+        whole, shards = min(sizes) // ADAMW_BYTES, sum(sizes) // ADAMW_BYTES
+        yield Finding("outlook.largest_model", {"whole": whole, "sharded": shards})
+
+
+def _predict_largest(limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem) -> int | None:
+    rises = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
+    guess = Memory(limit_bytes, points).predict_largest() if rises else None
+    bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]
+    return min(bounds) if bounds else None
