@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -46,19 +45,21 @@ def find_interface(host: str) -> str:
 
 
 CONNECT_SECONDS = 3.0
+MOST_CALLERS = 4096  # hosts that connect once each
 Place = tuple[str, int]  # a host's address, and a port
 
 
 class Listener:
-    """Runs on a host: listens at any port of its address and at that of a launch, if it is free, until closed."""
+    """Runs on a host: listens at any port of its address and at that of a launch, if it is free, until closed.
+
+    The kernel answers who connects; nothing is read.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._doors = [socket.create_server((address, 0))]
+        self._doors = [socket.create_server((address, 0), backlog=MOST_CALLERS)]
         with suppress(OSError):
-            self._doors.append(socket.create_server((address, RENDEZVOUS_PORT)))
-        for door in self._doors:
-            threading.Thread(target=_accept, args=(door,), name="listener", daemon=True).start()
+            self._doors.append(socket.create_server((address, RENDEZVOUS_PORT), backlog=MOST_CALLERS))
 
     def places(self) -> list[Place]:
         """The address and ports on which the listener waits."""
@@ -67,15 +68,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening."""
         for door in self._doors:
-            with suppress(OSError):
-                door.shutdown(socket.SHUT_RDWR)  # ends the thread that waits
             door.close()
-
-
-def _accept(door: socket.socket) -> None:
-    with suppress(OSError):
-        while True:
-            door.accept()[0].close()
 
 
 def find_unreachable(places: Sequence[Place]) -> list[tuple[Place, str]]:

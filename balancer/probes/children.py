@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,8 +90,7 @@ class Child(RunningChild):
         self.rank, self.alive = rank, True
         self.pid = 0  # until it runs
         self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
-        self._stderr: deque[bytes] = deque()
-        self._stderr_bytes = 0
+        self._stderr = b""
         self._kills_before = _kernel_kills()
         self._exit = Exited(0)  # once it has ended
         self._ended = threading.Event()
@@ -126,7 +125,7 @@ class Child(RunningChild):
     @property
     def stderr_tail(self) -> str:
         """The end of what it wrote to standard error and standard output; until it runs, of what its server wrote."""
-        written = b"".join(self._stderr) + (b"" if self.pid else self._server.read_log())
+        written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
@@ -163,10 +162,7 @@ class Child(RunningChild):
 
     def _read_stderr(self, stream: BinaryIO) -> None:
         while part := _read(stream):
-            self._stderr.append(part)
-            self._stderr_bytes += len(part)
-            while self._stderr_bytes - len(self._stderr[0]) >= STDERR_BYTES:
-                self._stderr_bytes -= len(self._stderr.popleft())
+            self._stderr = (self._stderr + part)[-STDERR_BYTES:]
         stream.close()
 
     def _put(self, message: Message) -> None:

@@ -205,7 +205,6 @@ class ServerProcess:
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
         self._children: dict[int, ForkedChild] = {}
-        self._has_forked = False
         self._last_words: bytes | None = None  # the end of its output, once it has ended
         with ExitStack() as stack:
             self._log = os.memfd_create("log of a fork server")
@@ -260,12 +259,7 @@ class ServerProcess:
         return self._last_words or b""
 
     def close(self) -> None:
-        """End the server and all of its children that still run; safe to call twice."""
-        with suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)
-        if self._has_forked:  # it doesn't import now, and so notices at once
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(WAIT_SECONDS)
+        """End the server; the kernel ends children that still run. Safe to call twice."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
@@ -275,7 +269,6 @@ class ServerProcess:
             while data := self._channel.recv(LONGEST_REQUEST):
                 match _answer_decoder.decode(data):
                     case Forked(key, pid):
-                        self._has_forked = True
                         self._children[key].pid = pid
                     case Ended(key, code, peak_bytes):
                         self._children.pop(key).finish(code, peak_bytes)

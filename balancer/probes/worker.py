@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ from evener.workloads.protocol import TextWorkload, Workload
 from ..probes import protocol
 from .fork_server import ForkServer, die_with_parent, import_first
 
-PARENT_POLL_SECONDS = 1.0
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 
 
@@ -236,15 +234,10 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process with its parent; a thread watches too, in case the kernel doesn't."""
+    """The kernel kills this process with its parent, unless that has ended before it was told so."""
     die_with_parent()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
+    if os.getppid() != parent:
         _exit_now()
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _exit_now() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -18,9 +18,7 @@ from evener.plan.file import (
     Share,
     Throughput,
     in_its_schema,
-    make_layout,
 )
-from evener.plan.layout import Knots
 
 from ..events import Finished
 from ..families import SOLO
@@ -88,9 +86,6 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Finished | Non
         record.observations, chosen.layout, relative_error(figure.value, figure.low, figure.high)
     )
 
-    def write(layout: Layout) -> PlanLayout:
-        return _write_layout(layout, devices, facts.engine, search.mean_length)
-
     evidence = _find_evidence(chosen, rivals, search, devices)
     throughput = _write_throughput(figure, chosen.layout, search)
     known = is_certain(figure)
@@ -112,13 +107,9 @@ def build_outcome(record: Record, search: Search, end: RunEnd) -> Finished | Non
             framework=header.framework,
             precision=MIXED if "mixed" in knobs else request.precision,
             xla=request.xla or "xla" in knobs,
-            layout=_add_memory(
-                _add_curves(write(chosen.layout), search.curves(chosen.layout)),
-                search.turns(chosen.layout),
-                facts.state,
-            ),
+            layout=_write_layout(chosen.layout, devices, facts, search, chosen=True),
             throughput=throughput,
-            evidence=tuple(_write_evidence(*one, search, write) for one in evidence),
+            evidence=tuple(_write_evidence(*one, devices, facts, search) for one in evidence),
             search=_summarize(record, end),
             fingerprint=_write_fingerprint(header, facts),
             warnings=say_all(warnings),
@@ -245,12 +236,12 @@ def _find_evidence(
     return found
 
 
-def _write_evidence(name: Finding, one: Rival, search: Search, write: Callable[[Layout], PlanLayout]) -> Evidence:
+def _write_evidence(name: Finding, one: Rival, devices: Sequence[Device], facts: Facts, search: Search) -> Evidence:
     """A rival as the plan has it."""
     layout, gain = one.candidate.layout, one.gain if one.compared else None
     figure = _write_throughput(one.throughput, layout, search)
     busy = layout.traits.alone and len(layout.shares) > 1 and not search.turns(layout)
-    return Evidence(say(name), write(layout), figure, one.tie, gain, one.paired, busy)
+    return Evidence(say(name), _write_layout(layout, devices, facts, search), figure, one.tie, gain, one.paired, busy)
 
 
 def _summarize(record: Record, end: RunEnd) -> SearchSummary:
@@ -263,58 +254,41 @@ def _summarize(record: Record, end: RunEnd) -> SearchSummary:
     )
 
 
-def _write_layout(layout: Layout, devices: Sequence[Device], engine: str, row_tokens: float) -> PlanLayout:
-    """The layout as the plan has it: a share for each device of the request, in its order."""
-    costs, tokens = layout.costs or (None,) * len(devices), layout.tokens or (0,) * len(devices)
-    states = layout.state or (0.0,) * len(devices)
-    templates = tuple(
+def _write_layout(
+    layout: Layout, devices: Sequence[Device], facts: Facts, search: Search, chosen: bool = False
+) -> PlanLayout:
+    """The layout as the plan has it; the chosen one with its devices' curves, and their memory if it is in shards."""
+    batch, costs, turns = layout.global_batch, layout.costs, search.turns(layout)
+    ratios = cost_ratios(costs, search.mean_length) if costs else tuple(share / batch for share in layout.shares)
+    curves = search.curves(layout) if chosen else (((), 0),) * len(devices)
+    shares = tuple(
         Share(
             device.id,
             device.index,
             device.name,
-            0,
-            0.0,
+            layout.shares[i],
+            ratios[i],
             write_limit(device.limit),
-            cost=cost,
-            tokens=wall,
-            host=device.host,
-            state=state,
+            layout.pass_rows[i],
+            costs[i] if costs else None,
+            layout.tokens[i] if layout.tokens else 0,
+            device.host,
+            *curves[i],
+            layout.state[i] if layout.state else 0.0,
+            *(_expect_memory(layout, i, turns, facts.state) if chosen else (0, 0)),
         )
-        for device, cost, wall, state in zip(devices, costs, tokens, states, strict=True)
+        for i, device in enumerate(devices)
     )
-    return make_layout(
-        layout.kind,
-        templates,
-        layout.shares,
-        micros=layout.pass_rows,
-        ratios=cost_ratios(layout.costs, row_tokens) if layout.costs else None,
-        engine=engine if layout.traits.together else "",
-        processes=layout.processes,
-        placement=layout.placement,
-    )
+    engine = facts.engine if layout.traits.together else ""
+    return PlanLayout(layout.kind, batch, shares, engine, layout.processes, layout.placement)
 
 
-def _add_curves(layout: PlanLayout, curves: Sequence[tuple[Knots, int]]) -> PlanLayout:
-    shares = zip(layout.share, curves, strict=True)
-    described = tuple(msgspec.structs.replace(share, curve=curve, most=most) for share, (curve, most) in shares)
-    return msgspec.structs.replace(layout, share=described)
-
-
-def _add_memory(layout: PlanLayout, turns: Sequence[Timed], state: ModelState | None) -> PlanLayout:
-    """The layout with the bytes to expect on each device of a sharded training; any other as it is."""
-    if not layout.traits.sharded or state is None:
-        return layout
-    described = tuple(
-        msgspec.structs.replace(
-            share,
-            held_bytes=round(share.state * state.state_bytes) + state.gathered_bytes,
-            peak_bytes=max((turn.memory_bytes[position] or 0 for turn in turns), default=0),
-        )
-        if share.batch
-        else share
-        for position, share in enumerate(layout.share)
-    )
-    return msgspec.structs.replace(layout, share=described)
+def _expect_memory(layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None) -> tuple[int, int]:
+    """The bytes that a device holds in a sharded training, and the most that it was seen to take; 0 where unknown."""
+    if not (layout.traits.sharded and state and layout.shares[position]):
+        return 0, 0
+    held = round((layout.state[position] if layout.state else 0.0) * state.state_bytes) + state.gathered_bytes
+    return held, max((turn.memory_bytes[position] or 0 for turn in turns), default=0)
 
 
 def _write_throughput(figure: Interval, layout: Layout, search: Search) -> Throughput:

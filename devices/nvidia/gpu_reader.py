@@ -265,10 +265,6 @@ PERIOD_SECONDS = 2.5
 GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms
 USE_EVERY = 2  # of these periods, while the processes stay the same: 2 ms on an H200
 FIRST_WINDOW_MICROSECONDS = 3_000_000  # of the driver's buffer, at the first look
-LISTS = {
-    "compute": ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
-    "graphics": ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
-}
 
 
 class GpuProcesses:
@@ -288,9 +284,9 @@ class GpuProcesses:
         if now < self._due:
             return self._seen
         self._due = now + PERIOD_SECONDS
-        self._list("compute")
+        self._list("compute", self._nvml.nvmlDeviceGetComputeRunningProcesses_v3)
         if self._looks % GRAPHICS_EVERY == 0 and not self._is_mig:
-            self._list("graphics")
+            self._list("graphics", self._nvml.nvmlDeviceGetGraphicsRunningProcesses_v3)
         memory = {**self._memory["graphics"], **self._memory["compute"]}
         if self._looks % USE_EVERY == 0 or memory.keys() != {each.pid for each in self._seen}:
             self._use = self._ask_use() if memory else ({}, UNSUPPORTED)
@@ -306,21 +302,12 @@ class GpuProcesses:
         )
         return self._seen
 
-    def _list(self, kind: str) -> None:
-        """Ask for the processes by the newest version of the call that this driver has."""
-        for name in LISTS[kind]:
-            try:
-                listed = getattr(self._nvml, name)(self._handle)
-            except AttributeError:
-                continue
-            except self._nvml.NVMLError as error:
-                code = error_code(error)
-                raise_if_gone(code)
-                if failed_reading(code) is UNSUPPORTED:
-                    continue
-                return
-            self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in listed}
-            return
+    def _list(self, kind: str, call: Callable[[Handle], Sequence[Any]]) -> None:
+        """Ask for the processes of a kind; those of the last answer stay where there is none."""
+        try:
+            self._memory[kind] = {int(each.pid): each.usedGpuMemory for each in call(self._handle)}
+        except self._nvml.NVMLError as error:
+            raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
         """Percent of the multiprocessors by pid, and what holds for the others: the driver lists only busy ones."""

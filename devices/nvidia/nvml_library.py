@@ -175,16 +175,11 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own.
-
-    Drivers before 510 lack the second version, which tells what the driver keeps for itself.
-    """
-    for version in (nvml.nvmlMemory_v2, None):
-        try:
-            found = nvml.nvmlDeviceGetMemoryInfo(handle, version=version)
-        except nvml.NVMLError as error:
-            if error_code(error) not in _NEVER:
-                raise
-        else:
-            return int(found.total) - (int(found.reserved) if version else 0), int(found.used)
-    return None, None
+    """Bytes that programs can have, and bytes in use; None where the chip has no memory of its own."""
+    try:
+        found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError as error:
+        if error_code(error) in _NEVER:
+            return None, None
+        raise
+    return int(found.total) - int(found.reserved), int(found.used)

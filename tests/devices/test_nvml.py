@@ -325,12 +325,6 @@ def test_process_lists_are_asked_every_few_seconds_only(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlDeviceGetGraphicsRunningProcesses_v3"] == 2
 
 
-def test_an_older_driver_lists_processes_by_the_older_call(rig: Rig) -> None:
-    rig.nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", rig.nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid())]
-    assert [row.pid for row in rig.tick().processes] == [os.getpid()]
-
-
 def test_a_new_process_has_its_share_at_once_and_the_same_ones_at_every_second_look(rig: Rig) -> None:
     rig.nvml.gpus[0].processes = [type_of_process(rig)(os.getpid(), sm_percent=10)]
     rig.tick(3.0, times=2)

@@ -339,9 +339,6 @@ class FakeNvml:
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: _Handle) -> list[Any]:
         return self._processes("nvmlDeviceGetComputeRunningProcesses_v3", handle, False)
 
-    def nvmlDeviceGetComputeRunningProcesses_v2(self, handle: _Handle) -> list[Any]:
-        return self._processes("nvmlDeviceGetComputeRunningProcesses_v2", handle, False)
-
     def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: _Handle) -> list[Any]:
         return self._processes("nvmlDeviceGetGraphicsRunningProcesses_v3", handle, True)
 
