@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -18,10 +19,11 @@ from evener.errors import NoLayoutError, RequestError
 from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
-from .probes.child_prober import Prober, make_prober
-from .request import Job
+from .probes.child_prober import ChildProber, Prober, make_prober
+from .probes.protocol import Learned
+from .request import Job, Request
 from .result.explain_failure import find_unfinished
-from .result.words import make_fault
+from .result.words import make_fault, refuse
 from .search.model.memory import Memory
 from .store.locks import lock_job
 from .store.runs import make_search
@@ -42,6 +44,7 @@ from .types import (
 )
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
+Found = TypeVar("Found", Learned, Timed | None)
 ALONE_SECONDS = 3.0  # of each device by itself
 
 
@@ -120,6 +123,20 @@ def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[P
         yield prober
 
 
+def learn(job: Job, seconds: float) -> Request:
+    """The job's request with the noise scale that its first device measures in a short training at the script's batch.
+
+    The search then starts anew. RequestError where there is none, NoLayoutError if the training fails.
+    """
+    if job.simulated or job.framework != "torch" or ":" not in job.workload:
+        raise refuse(Finding("request.learn", {"workload": job.workload}))
+    with _lent_prober(job, [0]) as prober:
+        found = _require(cast(ChildProber, prober).learn(seconds, job.request.own_batch), job.devices)
+    if found.scale is None:
+        raise refuse(Finding("request.learned" if found.batch else "request.learn_batch", {"seconds": seconds}))
+    return msgspec.structs.replace(job.request, own_batch=found.batch, noise_scale=found.scale)
+
+
 def _runs(
     prober: Prober, layout: Layout, devices: Sequence[Device], repeat: int, length: RunLength, stop: threading.Event
 ) -> Iterator[TimedRun]:
@@ -128,7 +145,7 @@ def _runs(
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
         probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
-        seen = _require_timed(_measure(prober, probe, stop), devices)
+        seen = _require(_measure(prober, probe, stop), devices)
         if seen is None:
             return
         samples += seen.steps * layout.global_batch
@@ -159,8 +176,8 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
-def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """The timing, None if it was stopped; NoLayoutError if the batch doesn't fit or the training failed."""
+def _require(seen: Found | OutOfMemory | Failed, devices: Sequence[Device]) -> Found:
+    """The finding; NoLayoutError if the batch doesn't fit or the training failed."""
     if isinstance(seen, OutOfMemory):
         values = {"devices": [devices[i].label for i in seen.devices], "why": seen.detail[:200]}
         remedy = Finding("remedy.smaller_passes")

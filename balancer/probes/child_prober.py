@@ -28,7 +28,7 @@ from evener.errors import DeviceError
 
 from ..events import Report
 from ..request import Job, deals_by_cost
-from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed
+from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed, solo
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -44,7 +44,7 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts
-from .protocol import Built, Ready, Stack
+from .protocol import Built, Learn, Learned, Ready, Stack
 from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
@@ -120,6 +120,18 @@ class ChildProber:
                 yield seen
         if errors:
             raise errors[0]
+
+    def learn(self, seconds: float, batch: int | None) -> Learned | OutOfMemory | Failed:
+        """Measure the gradient's noise on the first device, in batches of this size; an observation if that fails."""
+        probe = Probe(solo(len(self._devices), 0, 1), "solo", seconds)
+        progress, stop = ProgressReporter(probe, lambda _: None, self.now), threading.Event()
+        try:
+            group = self._start(key_of(probe.layout), progress, stop)
+            progress.enter("measuring")
+            limit = seconds + self._timeouts.prepare
+            return cast(Learned, group.call(lambda _: Learn(seconds, batch), Learned, limit, stop)[0])
+        except GroupError as error:
+            return self._failed(probe, error.root, progress.phase, 0.0)
 
     def now(self) -> float:
         """Wall seconds since the session began."""
@@ -284,7 +296,7 @@ class ChildProber:
             raise
         return group
 
-    def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> Observation:
+    def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> OutOfMemory | Failed:
         key = key_of(probe.layout)
         devices = self._find_devices(key, failure)
         if failure.out_of_memory:

@@ -76,7 +76,7 @@ class ForkServer:
     """Forks children that run `run`, which gets this process' pid, and says how they end."""
 
     def __init__(self, channel: socket.socket, run: Callable[[int], object]) -> None:
-        self._channel, self._run = channel, run
+        self._channel, self._run, self._own = channel, run, os.getpid()
         self._pids: dict[int, int] = {}  # key -> pid of a child that isn't reaped
         self._keys: dict[int, int] = {}  # its pidfd -> key
 
@@ -106,7 +106,6 @@ class ForkServer:
         return True
 
     def _fork(self, start: Start, streams: Sequence[int]) -> None:
-        own = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
@@ -114,7 +113,7 @@ class ForkServer:
             self._answer(Ended(start.key, 1))
         else:
             if not pid:
-                self._be_child(start, streams, own)
+                self._be_child(start, streams)
             self._pids[start.key] = pid
             self._keys[os.pidfd_open(pid)] = start.key
             self._answer(Forked(start.key, pid))
@@ -122,7 +121,7 @@ class ForkServer:
             for descriptor in streams:
                 os.close(descriptor)
 
-    def _be_child(self, start: Start, streams: Sequence[int], parent: int) -> None:
+    def _be_child(self, start: Start, streams: Sequence[int]) -> None:
         """Never returns."""
         try:
             os.setsid()  # its process group is its own
@@ -132,7 +131,7 @@ class ForkServer:
                 os.close(descriptor)
             os.environ.update(start.variables)
             os.sched_setaffinity(0, start.cores or os.sched_getaffinity(0))
-            self._run(parent)
+            self._run(self._own)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -91,6 +92,8 @@ class Worker:
                 return self._prepare(command)
             case protocol.RunSteps():
                 return self._run(command)
+            case protocol.Learn():
+                return self._learn(command)
             case protocol.Rest():
                 return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
             case _:
@@ -157,6 +160,22 @@ class Worker:
         self._account(steps, workload, build)
         waited = _read_waits(workload)
         return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited)
+
+    def _learn(self, command: protocol.Learn) -> protocol.Learned:
+        """Train, each batch in equal parts, none larger than a pass of the user's script, and compare them."""
+        from evener.torch_split.noise import PassNoise  # with PyTorch
+
+        workload: Any = self._built()[0]
+        own = workload.own_batch  # RequestError where rows are only made
+        batch = command.batch or own
+        if batch is None or batch < 2:
+            return protocol.Learned()
+        parts = max(2, math.ceil(batch / (workload.recipe.pass_rows or batch)))
+        workload.prepare((batch // parts,))
+        noise, end = PassNoise(every=1), time.monotonic() + command.seconds
+        while time.monotonic() < end:
+            workload.learn(parts, noise)
+        return protocol.Learned(batch, noise.scale())
 
     def _account(self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True) -> None:
         """After steps, and outside their time: look at the loss, and report them to the monitor."""

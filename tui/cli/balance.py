@@ -16,14 +16,13 @@ import typer
 
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison
-from evener.balancer.learn import learn
 from evener.balancer.number_format import size
 from evener.balancer.request import Job, Request
 from evener.balancer.result.words import refuse, write_verdict
 from evener.balancer.run import begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.trials import DeviceOutlook, Outlook, dry_run
+from evener.balancer.trials import DeviceOutlook, Outlook, dry_run, learn
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
