@@ -214,20 +214,17 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
     remedy = _say_cut(f"line {number}", foreign)
     if len(text) > LONGEST_LINE_BYTES:
         raise RequestError(f"{path}: line {number} is longer than any entry.", remedy)
+    if number == 1:
+        _check_schema(text, path)
     try:
         entry = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        newer = _read_schema(text) if number == 1 else 0
-        if newer > SCHEMA:
-            raise _too_new(path, newer) from None
         raise RequestError(f"{path}: line {number} is broken: {str(error)[:200]}.", remedy) from None
     if isinstance(entry, AskedEntry):
         return msgspec.structs.replace(entry, probes=tuple(map(upgrade_probe, entry.probes)))
     if isinstance(entry, ObservationEntry):
         return msgspec.structs.replace(entry, seen=upgrade_observation(entry.seen))
     if isinstance(entry, Header):
-        if entry.schema > SCHEMA:
-            raise _too_new(path, entry.schema)
         if not 1 <= len(entry.devices) <= MOST_DEVICES:
             raise RequestError(f"{path}: line {number} names {len(entry.devices)} devices.", remedy)
         if entry.schema == 1:
@@ -235,18 +232,16 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
     return entry
 
 
-def _read_schema(text: bytes) -> int:
-    """The schema in a line that can't be decoded as an entry; 0 if it has none."""
-    try:
-        found = msgspec.json.decode(text).get("schema", 0)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
-        return 0
-    return found if isinstance(found, int) else 0
+class _Stamp(msgspec.Struct):
+    schema: int = 0
 
 
-def _too_new(path: Path, schema: int) -> RequestError:
-    message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
-    return RequestError(message, "Update evener on this machine.")
+def _check_schema(text: bytes, path: Path) -> None:
+    """RequestError for a first line of a newer evener, whatever else is in it."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        if (schema := msgspec.json.decode(text, type=_Stamp).schema) > SCHEMA:
+            message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
+            raise RequestError(message, "Update evener on this machine.")
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:

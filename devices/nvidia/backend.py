@@ -17,7 +17,7 @@ from ..backend import QUIET, Backend, ChildEnvironment, Discovery, Listing, Vita
 from ..types import Device, Source, Term
 from .gpu_reader import GpuReader
 from .nvml_calls import DriverGoneError, GpuGoneError
-from .nvml_library import GONE_WORDS, driver_fault, error_code, find_handle, list_gpus, load, opened
+from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_gpus, load, opened
 from .source import NvmlSource
 
 MPS_PROGRAM, MPS_FOLDER = "nvidia-cuda-mps-control", "/tmp/nvidia-mps"  # of NVIDIA's daemon, and where it listens
@@ -38,10 +38,10 @@ class NvmlVitals:
             if self._reader is None:
                 nvml.nvmlInit()
                 self._open = True
-                handle = find_handle(nvml, self._device.id)
-                if handle is None:
+                gpu = find_gpu(nvml, self._device.id)
+                if gpu is None:
                     raise GpuGoneError
-                self._reader = GpuReader(nvml, handle, self._device)
+                self._reader = GpuReader(nvml, gpu.handle, self._device)
             return self._reader.vitals(full)
         except (GpuGoneError, DriverGoneError) as gone:
             words = str(gone)
@@ -139,7 +139,8 @@ class NvidiaGpus(Backend):
             return ""
         try:
             with opened() as nvml:
-                address = nvml.nvmlDeviceGetPciInfo(find_handle(nvml, device.id)).busId
+                gpu = find_gpu(nvml, device.id)
+                address = nvml.nvmlDeviceGetPciInfo(gpu and gpu.handle).busId
             domain, rest = (address.decode() if isinstance(address, bytes) else str(address)).split(":", 1)
             return f"{int(domain, 16):04x}:{rest.lower()}"
         except Exception:  # whatever the driver raises: the lock against one's own sessions holds in any case

@@ -150,8 +150,8 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
     return tuple(handles)
 
 
-def find_handle(nvml: Library, uuid: str) -> Handle | None:
-    """The handle of a GPU, or of a MIG instance; None if the driver lists none, or it doesn't answer.
+def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
+    """A GPU, or a MIG instance; None if the driver lists none. NVMLError if one that doesn't answer may be it.
 
     By number and not by UUID: so a lost GPU has an error of its own, and is not taken for a missing one.
     """
@@ -159,7 +159,7 @@ def find_handle(nvml: Library, uuid: str) -> Handle | None:
     for each in handles:
         try:
             if str(nvml.nvmlDeviceGetUUID(each.handle)) == uuid:
-                return each.handle
+                return each
         except nvml.NVMLError as error:
             silent[each.number] = error
     if silent:

@@ -32,6 +32,7 @@ from .nvml_library import (
     driver_fault,
     enumerate_gpus,
     error_code,
+    find_gpu,
     load,
 )
 
@@ -174,13 +175,10 @@ class NvmlSource:
 
     def _find_again(self, slot: _Slot, now: float) -> None:
         slot.retry_at = now + RETRY_GPU_SECONDS
-        nvml = self._nvml
         try:
-            for gpu in enumerate_gpus(nvml)[0]:
-                if str(nvml.nvmlDeviceGetUUID(gpu.handle)) == slot.device.id:
-                    self._attach(gpu)
-                    return
-        except nvml.NVMLError as error:
+            if gpu := find_gpu(self._nvml, slot.device.id):
+                self._attach(gpu)
+        except self._nvml.NVMLError as error:
             slot.note = GONE_WORDS.get(error_code(error), slot.note)
 
     def _lose(self, slot: _Slot, words: str, now: float) -> None:
