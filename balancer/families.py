@@ -20,7 +20,6 @@ from .types import Layout
 PackMode = Literal["", "logical", "mps"]
 NAMED = "{knobs:also}{shares:apart}"  # behind a layout's name: knobs, and its samples where the name isn't enough
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
-PACK_SIZES = 2  # that a way of packing is measured with at the least
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -31,15 +30,11 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Offer(Protocol):
-    """The ways of running trainings that the machine and the workload offer to families."""
+    """The ways of running trainings that the workload offers to families."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The workload's own ways to lay its parts on devices."""
-
-    @property
-    def pack_modes(self) -> tuple[PackMode, ...]:
-        """The ways in which several trainings can share a device."""
 
 
 class View(Protocol):
@@ -111,10 +106,6 @@ class Family(ABC):
     def layouts(self, view: View) -> Sequence[Layout]:
         """The family's layouts for the race, the best first."""
 
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """The number of process groups that measure all layouts of the family once; families of one kind share them."""
-        return 1
-
     def code(self, layout: Layout, devices: int) -> str:
         """The code of the finding that names a layout; `devices` is how many there are."""
         return f"layout.{self.name}"
@@ -145,10 +136,6 @@ class SoloFamily(Family):
         """The best device, and others that the race favours."""
         return view.singles
 
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """The number of process groups that this family adds: none, as every search measures one device alone."""
-        return 0
-
 
 def device_counts(devices: int) -> tuple[int, ...]:
     """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
@@ -174,10 +161,6 @@ class EvenFamily(Family):
     def layouts(self, view: View) -> Sequence[Layout]:
         """Over all devices and fewer, once it is clear what batch splits take."""
         return view.even_splits
-
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """The number of process groups: one for each number of devices."""
-        return len(device_counts(devices))
 
     def code(self, layout: Layout, devices: int) -> str:
         """A code of its own where the split isn't over all devices."""
@@ -243,10 +226,6 @@ class ShardFamily(Family):
             " activations take some",
         }
 
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """The number of process groups: none where the model fits."""
-        return 0
-
 
 def pack_on(single: Layout, processes: int, mode: PackMode = "", batch: int | None = None) -> Layout:
     """Several trainings side by side on the device of a solo layout, each with its batch unless another is given."""
@@ -269,10 +248,6 @@ class PackFamily(Family):
     def layouts(self, view: View) -> Sequence[Layout]:
         """The best number of trainings in each mode, or the fewest."""
         return view.packs
-
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """Two sizes of each mode."""
-        return PACK_SIZES * len(offer.pack_modes)
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
@@ -302,10 +277,6 @@ class PlaceFamily(Family):
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
-
-    def count_groups(self, offer: Offer, devices: int) -> int:
-        """A process for each placement."""
-        return len(offer.placements)
 
 
 SOLO, EVEN, SPLIT, SHARD, PACK, PLACE = (
