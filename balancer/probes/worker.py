@@ -253,7 +253,7 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process with its parent, unless that has ended before it was told so."""
+    """Have the kernel kill this process with its parent; end it now if that has gone already."""
     die_with_parent()
     if os.getppid() != parent:
         _exit_now()
