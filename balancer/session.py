@@ -41,15 +41,15 @@ class Session(EventThread):
     def __init__(self, run: Run) -> None:
         end = latest_end(run.job.request.budget_seconds)
         super().__init__()
-        self._interrupted = False
-        self._late = False
+        self._interrupted = self._late = False
         self._paused_seconds = 0.0
         self._running: dict[Probe, ProbeProgress] = {}
         self._run, self._job, record = run, run.job, run.record
+        began, facts, seen = record.clock_seconds, record.facts, record.observations
         try:
             errors = runs.errors_path(record.header.run)
-            self._search: Search = make_search(run.job, record.facts, record.observations, run.spend_all)
-            self._prober = make_prober(run.job, record.clock_seconds, errors, end)
+            self._search: Search = make_search(run.job, facts, seen, run.spend_all)
+            self._prober = make_prober(run.job, began, errors, end)
         except BaseException:
             run.close()
             raise

@@ -48,9 +48,8 @@ def choose_devices(listing: Listing, terms: Sequence[Term], visible: Sequence[De
     for term in terms:
         picked = (pick_device(listing.devices, term.pick),) if term.pick else visible
         if not picked:
-            kind = listing.devices[0].kind
-            remedy = f"Unset it, or name {kind.upper()}s as in {kind}:0."
-            raise DeviceError(f"{hidden} hides every {kind.upper()}.", remedy)
+            kind = listing.devices[0].kind.upper()
+            raise DeviceError(f"{hidden} hides every {kind}.", f"Unset it, or name {kind}s as in {kind.lower()}:0.")
         chosen += [limited(device, term.limit) for device in picked]
     crowded = [
         f"{device.label} has {used / 2**30:.1f} of {device.memory_bytes / 2**30:.1f} GiB in use by others."

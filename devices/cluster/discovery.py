@@ -23,7 +23,7 @@ from evener.live.files import LiveDevice
 from evener.plan.file import Plan
 
 from ..backend import Discovery
-from ..registry import BACKENDS, all_backends, find_backend, find_here
+from ..registry import BACKENDS, all_backends, find_here
 from ..terms import EVERY_HOST
 from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, Term, group_by_host
 from .agents import Agent, HostLostError, Kept, ask_each, find_agent, start_actor, start_agents
@@ -94,19 +94,17 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
     """Runs on the host: the devices that the terms name, of those that Ray holds for this process; None: of all."""
     versions = describe_versions()
-    if terms[0].kind == "cpu":
-        return HostDevices(find_here(terms, {}), versions)
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
-    taken = tuple(device.label for device in every if device not in usable)
+    taken = {device.id: device.label for device in every if device not in usable}
     if every and not usable:
-        return HostDevices(Discovery(()), versions, f"Ray gives this process none of its GPUs ({', '.join(taken)}).")
+        fault = f"Ray gives this process none of its GPUs ({', '.join(taken.values())})."
+        return HostDevices(Discovery(()), versions, fault)
     try:
         found = find_here(terms, held)
-    except DeviceError as fault:
-        return HostDevices(Discovery(()), versions, fault.message)
-    ids = {device.id for device in usable}
-    kept = tuple(each for each in found.devices if not find_backend(each.kind).own_memory or each.id in ids)
-    return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=taken)
+    except DeviceError as error:
+        return HostDevices(Discovery(()), versions, error.message)
+    kept = tuple(each for each in found.devices if each.id not in taken)
+    return HostDevices(msgspec.structs.replace(found, devices=kept), versions, taken=tuple(taken.values()))
 
 
 def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
