@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from evener.learning.noise_scale import NoiseScale
 from evener.shares.curves import Cost, Work
+from evener.training.noise_scale import NoiseScale
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import is_user_file
 
