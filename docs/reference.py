@@ -36,6 +36,9 @@ FILES = (  # heading, what it is, the module, its structs
      ("StartEntry", "SpeedEntry", "ChangeEntry", "RetreatEntry", "NoiseEntry", "EndEntry")),
 )  # fmt: skip
 MODULES = ("evener", "evener.torch_split", "evener.keras_split", "evener.huggingface", "evener.ray")
+ADAPTERS = {  # what a Split has of PlannedTraining for trainers' adapters
+    "add_up", "change_shares", "check_whole", "end", "follow", "ranks", "sampler", "stay_even",
+}  # fmt: skip
 FUNCTIONS = {"evener.ray": ("trainer", "Checkpoint")}  # of modules that don't say what is public
 
 
@@ -164,7 +167,7 @@ def _object(named: Any) -> Iterator[str]:
     yield from _docstring(found)
     if found.is_class:
         for name, member in found.all_members.items():
-            if not name.startswith("_") and member.docstring:
+            if not name.startswith("_") and name not in ADAPTERS and member.docstring:
                 yield from ("", f"#### {found.name}.{name}", "")
                 yield from _code(member.signature() if member.is_function else f"{name}: {member.annotation}")
                 yield from _docstring(member)
