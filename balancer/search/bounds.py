@@ -1,4 +1,4 @@
-"""The most rows that a device may compute at once: as asked for, by memory, by what ran, and by what more would gain.
+"""The most rows that a device may compute at once: as asked for, by memory, by time, and by what ran.
 
 Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
 
@@ -6,14 +6,14 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
     alone       by memory: the next guess, where the memory line ends or between what ran and what failed
     walls       the same in splits, which go no farther than what ran where bytes are unknown
     safe        what ran, or a little more if memory is far from full
-    useful      beyond it a larger batch gains too little, or its step takes too long
+    quick       beyond it a step takes too long
     reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from evener.shares.waterfill import DeviceCurve
@@ -23,22 +23,14 @@ from .budget import Budget
 from .model.evidence import DeviceEvidence
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL
-from .ranking import LEAST_GAIN, smallest_gain
 from .statistics import CLEAR
 
 
 class Bounds:
     """The bounds of all devices."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        devices: Sequence[DeviceEvidence],
-        budget: Budget,
-        sync_seconds: Callable[[], float],
-    ) -> None:
-        self._problem, self._devices = problem, devices
-        self._budget, self._sync_seconds = budget, sync_seconds
+    def __init__(self, problem: Problem, devices: Sequence[DeviceEvidence], budget: Budget) -> None:
+        self._problem, self._devices, self._budget = problem, devices, budget
         self._quantum = problem.multiple_of
 
     @cached_property
@@ -83,24 +75,10 @@ class Bounds:
         """True if every pass of a layout ran before, or is far below what the memory line allows."""
         return all(layout.pass_rows[i] <= self.safe[i] for i in layout.active)
 
-    def useful(self, device: DeviceCurve) -> int:
-        """The largest batch that matters: beyond it, fixed costs / (slope * batch) is below half of `smallest_gain`.
-
-        Half, as the tolerance is taken from what it reaches.
-        """
-        curve, limit, quantum = device.curve, self.quick(device), self._quantum
-        gain = max(LEAST_GAIN, smallest_gain(self._problem.tolerance) / 2)
-        slope = (curve.seconds(limit) - curve.seconds(quantum)) / max(1, limit - quantum)
-        if slope <= 0 or not curve.simple:
-            return limit
-        overhead = curve.seconds(quantum) + self._sync_seconds()
-        enough = math.ceil(overhead / slope / gain / quantum) * quantum
-        return max(quantum, min(limit, enough))
-
     def reachable(self, device: DeviceCurve) -> int:
-        """The largest batch, of a free one that is useful, near enough to what ran for the curve to be trusted."""
+        """The largest batch, of a free one quick enough, that is near to what ran, so that the curve can be trusted."""
         ran, quantum = self._devices[device.position].memory.ran, self._quantum
-        most = self.useful(device) if self._problem.global_batch is None else device.limit
+        most = self.quick(device) if self._problem.global_batch is None else device.limit
         growth = min(BLIND_GROWTH, self.growth(device))
         return min(most, max(int(growth * ran) // quantum, 1) * quantum) if ran else most
 

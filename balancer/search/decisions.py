@@ -65,8 +65,6 @@ def _explain_alone(layout: Layout, turn: int) -> str:
         return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
     if layout.costs:
         return "Measures every device alone: the global batch, assigned by what its rows cost."
-    if layout.in_passes:
-        return "Measures devices alone in several passes: what each further pass costs."
     return f"Measures every device alone: {WHY_SOLO[min(turn, 3)]}."
 
 

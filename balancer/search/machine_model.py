@@ -95,7 +95,7 @@ class MachineModel:
     @cached_property
     def bounds(self) -> Bounds:
         """The most rows that each device may compute at once."""
-        return Bounds(self.problem, self.devices, self._budget, lambda: self.sync_seconds or 0.0)
+        return Bounds(self.problem, self.devices, self._budget)
 
     # ------------------------------------------------------------------ time
 
@@ -249,20 +249,15 @@ class MachineModel:
                 return fit_extra(points, curve, self.pass_rows[first])
         return None
 
-    def in_passes(self, device: DeviceCurve, largest_share: int, not_repeated: float = 0.0) -> DeviceCurve:
-        """The device as it may take more than fits at once; of unknown passes, that part of the fixed time is saved."""
+    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
+        """The device as it may take more than fits at once."""
         i, curve = device.position, device.curve
-        rows, extra = self.pass_rows[i], self.extra_seconds[i]
+        rows, extra = self.pass_rows[i], self.extra_seconds[i] or 0.0
         if not rows or not isinstance(curve, Curve):
             return device
-        extra = -not_repeated * curve.seconds(0) if extra is None else extra
         rows = min(rows, device.limit)
         passes = PassCurve(curve, device.limit, rows, extra, max(rows, min(device.limit, self.bounds.walls[i])))
         return DeviceCurve(i, passes, max(device.limit, largest_share))
-
-    def knows_passes(self, layout: Layout) -> bool:
-        """True if each device that takes several passes in this layout ran several before."""
-        return all(layout.passes(i) == 1 or self.extra_seconds[i] is not None for i in layout.active)
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
         """A layout of these shares, in passes where they don't fit at once or are faster so."""

@@ -5,7 +5,7 @@ Of a cluster's hosts some may be left out of a step, as exchange across hosts co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from evener.shares import waterfill
@@ -13,9 +13,7 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
-from .ranking import COMES_TRUE, smallest_gain
-
-NOT_REPEATED = 0.9  # of a step's fixed time in further passes, before any were measured: hoped for (passes_cheap)
+from .ranking import smallest_gain
 
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
@@ -85,9 +83,9 @@ class Predictions(MachineModel):
 
         return split_over_hosts(devices, self.hosts, self.exchange, solve)
 
-    def _gains(self, several: Allocation, one: Allocation | None, part: float = 1.0) -> bool:
-        """Whether passes make it faster by a gain of which this part is worth a measurement."""
-        gain = smallest_gain(self.problem.tolerance) / part
+    def _gains(self, several: Allocation, one: Allocation | None) -> bool:
+        """Whether passes make it faster by a gain that is worth a measurement."""
+        gain = smallest_gain(self.problem.tolerance)
         return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
 
     @cached_property
@@ -98,29 +96,10 @@ class Predictions(MachineModel):
 
     # ------------------------------------------------------------------ passes
 
-    @cached_property
-    def unsure_of_passes(self) -> dict[int, int]:
-        """Devices whose passes were never measured and may be wanted: position and largest share."""
-        batch, live = self.problem.global_batch, self.live
-        if len(live) < 2 or not self._unknown((i, self.bounds.asked_in_passes) for i in live):
-            return {}  # one device has no choice
-        wanted, hoped = self.fastest_split, self._split_in_passes(NOT_REPEATED)
-        if hoped and wanted and self._gains(hoped, wanted, COMES_TRUE):
-            wanted = hoped
-        found = self._unknown(wanted.shares if wanted else ())
-        if found and batch is not None:  # the even split needs them too, and they are measured at the same time
-            return self._unknown((i, max(batch // len(live), found.get(i, 0))) for i in live)
-        return found
-
-    def _unknown(self, shares: Iterable[tuple[int, int]]) -> dict[int, int]:
-        unknown = [bool(rows) and extra is None for rows, extra in zip(self.pass_rows, self.extra_seconds, strict=True)]
-        return {i: share for i, share in shares if unknown[i] and share > self.one_pass[i]}
-
-    def _split_in_passes(self, not_repeated: float = 0.0) -> Allocation | None:
+    def _split_in_passes(self) -> Allocation | None:
         """The fastest split whose devices may take passes; None if no wall is in its way.
 
-        A free batch has none: it would grow without end. Of passes that were never measured, this part of a step's
-        fixed time isn't repeated.
+        A free batch has none: it would grow without end.
         """
         one = self.one_pass_split
         if not any(self.pass_rows):
@@ -130,7 +109,7 @@ class Predictions(MachineModel):
         ):
             return None
         most = self.bounds.asked_in_passes
-        return self._split([self.in_passes(device, most, not_repeated) for device in self._reachable])
+        return self._split([self.in_passes(device, most) for device in self._reachable])
 
     # ------------------------------------------------------------------ one device
 

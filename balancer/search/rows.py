@@ -198,7 +198,7 @@ class RowDevices(Predictions):
         if even is None or max(even.shares) <= safe:
             return even
         layout = self.lay_out_safely(even.shares) if fixed else None
-        if layout and self.knows_passes(layout):
+        if layout:
             return layout
         smaller = safe // quantum * quantum * count
         return None if whole and fixed else split_evenly(self.problem.devices, positions, smaller, quantum)

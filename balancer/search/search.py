@@ -30,8 +30,6 @@ from .statistics import relative_half_width
 from .texts import TextDevices
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
-TOLD = ("problem", "options", "_seen")  # to a search; everything else follows from it
-EXPLORED = ("model", "devices", "sharding", "_first_budget")  # follows from what exploration saw
 
 
 class Search:
@@ -49,10 +47,13 @@ class Search:
         """Take an observation: in any order, asked for or not, more than once."""
         explored = self._seen.explored_version
         self._seen.add(seen)
-        self._read_again(EXPLORED if explored == self._seen.explored_version else ())
+        same = explored == self._seen.explored_version
+        self._read_again(("model", "devices", "sharding", "_first_budget") if same else ())
 
     def _read_again(self, still_true: Sequence[str] = ()) -> None:
-        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in (*TOLD, *still_true)}
+        """Forget what followed from the observations, but for what is still true: exploration saw nothing new."""
+        told = ("problem", "options", "_seen", *still_true)
+        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in told}
 
     def learn_data(
         self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None

@@ -29,7 +29,6 @@ from .statistics import TIE
 MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve is halved nine times (even split)
 SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large
 STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
-MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
 
 
 class SoloStage:
@@ -40,8 +39,8 @@ class SoloStage:
         self._problem, self._quantum = self._model.problem, self._model.quantum
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next batch for every device that matters, at last in passes where that may help; empty when over."""
-        return self._first_rounds() or self._hopeful_round() or self._next_in_passes()
+        """The next batch for every device that matters; empty when over."""
+        return self._first_rounds() or self._hopeful_round()
 
     # ------------------------------------------------------------------ a round
 
@@ -204,14 +203,11 @@ class SoloStage:
         return min(most, max(int(stride * ran) // self._quantum, 1) * self._quantum)
 
     def _farthest(self, position: int) -> int:
-        """The largest batch that any round may measure: by memory, by what it gains and by time."""
+        """The largest batch that any round may measure: by memory and by time."""
         model, curve = self._model, self._model.alone[position]
         if curve is None or not model.devices[position].memory.ran:
             return 0
-        limit = model.bounds.alone(position, hoped=True)
-        if self._problem.global_batch is None:
-            limit = model.bounds.useful(DeviceCurve(position, curve, limit))
-        return model.bounds.quick(DeviceCurve(position, curve, limit))
+        return model.bounds.quick(DeviceCurve(position, curve, model.bounds.alone(position, hoped=True)))
 
     def _expected_gain(self, wanted: Allocation) -> float:
         """How much faster the hoped layout is than the best of what is known, beyond errors; half of it comes true."""
@@ -300,26 +296,6 @@ class SoloStage:
         first = min(math.ceil(max(1, min(SMALL, second // BLIND_GROWTH)) / quantum) * quantum, cap)
         return first, min(max(first + quantum, math.ceil(second / quantum) * quantum), cap)
 
-    # ------------------------------------------------------------------ passes
-
-    def _next_in_passes(self) -> tuple[Probe, ...]:
-        """A few passes of a size that ran, on each device whose passes may be wanted and were never measured."""
-        wanted = self._model.unsure_of_passes.items()
-        return tuple(probe for i, share in wanted if (probe := self._probe_in_passes(i, share)))
-
-    def _probe_in_passes(self, position: int, share: int) -> Probe | None:
-        model, quantum = self._model, self._quantum
-        ran = min(model.pass_rows[position], model.devices[position].memory.ran)
-        passes = min(MOST_PASSES, max(2, share // ran)) if ran else 2
-        rows = min(ran, model.bounds.asked_in_passes // passes // quantum * quantum)
-        curve = model.alone[position]
-        if not rows or curve is None:
-            return None
-        probe = self._probe(position, rows, self._turn, passes)
-        seconds = self._budget.least_seconds(probe.layout, passes * curve.seconds(rows))
-        return probe if self._has_time(seconds) else None
-
-    def _probe(self, position: int, batch: int, turn: int, passes: int = 1) -> Probe:
-        layout = solo(self._problem.devices, position, passes * batch, batch)
-        step = passes * self._step(position, batch)
+    def _probe(self, position: int, batch: int, turn: int) -> Probe:
+        layout, step = solo(self._problem.devices, position, batch), self._step(position, batch)
         return Probe(layout, "solo", self._budget.probe_seconds(layout, "solo", 2, step, self._after), turn)

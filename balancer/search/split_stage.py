@@ -146,5 +146,4 @@ class SplitStage:
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared
 
     def _safely_fits(self, wanted: Allocation) -> bool:
-        layout = self._model.layout(wanted)
-        return self._model.bounds.surely_hold(layout) and self._model.knows_passes(layout)
+        return self._model.bounds.surely_hold(self._model.layout(wanted))

@@ -21,11 +21,12 @@ from .decisions import explain_too_long
 from .layouts import NO_CURVE, RETREATS, split_evenly
 from .model.step_time import WIDE
 from .observations import MOST_TURNS
-from .solo_stage import MOST_PASSES, SMALL
+from .solo_stage import SMALL
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
 LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are what tokens cost
+MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
 PASS_SECONDS = 2.0  # the longest probe of passes of one length: a cost is made of several
 
 

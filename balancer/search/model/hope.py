@@ -1,9 +1,8 @@
 """The speed that a device may have between the batches that it was measured with: what another batch could show.
 
 Times rise, and between two points they lie on no line that must be believed: a knee, a stair or another kernel may be
-there. In each gap time may go on as before it; from the other side it may come as it goes on after it. Where nothing is
-known after the gap, or time rises less there, one step up may be anywhere: half of the gap is hoped for. Stairs are
-hoped to go on beyond what ran.
+there. In each gap time may go on as before it, for half of the gap: a step up may be anywhere. Stairs are hoped to go
+on beyond what ran.
 """
 
 from __future__ import annotations
@@ -60,15 +59,7 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     before = _slope(points[right - 2], one) if right > 1 else own if after < (1 + LEVEL) * own else 0.0
     if own <= before or other.batch - one.batch < 2:
         return None
-    width = (one.batch + other.batch) / 2 - one.batch
-    if after > max(before, own / (1 + LEVEL)):
-        # The bend is where the line from before and the line from after meet: halfway between where they do at the
-        # measured slope after the gap, and at the steepest that its error allows.
-        last = points[right + 1]
-        error = CLEAR * math.hypot(other.error * other.seconds, last.error * last.seconds) / (last.batch - other.batch)
-        meets = [(steep - own) / (steep - before) for steep in (after, after + error)]
-        width = (other.batch - one.batch) * sum(meets) / 2
-    batch = math.floor(one.batch + width)
+    batch = (one.batch + other.batch) // 2
     seconds = one.seconds + before * (batch - one.batch)
     gain = one.seconds + own * (batch - one.batch) - seconds
     clear = gain > CLEAR * math.hypot(one.error, other.error) * other.seconds

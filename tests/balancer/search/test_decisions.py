@@ -60,13 +60,6 @@ def test_the_rounds_alone_differ_in_what_they_show() -> None:
         assert words in rounds[turn]
 
 
-def test_passes_of_devices_alone_are_announced() -> None:
-    beyond = Bench(((10.0, 0.1, 0, 400), (12.0, 0.16, 0, 400)), 0.002)
-    said = announced(Search(beyond.problem(global_batch=4000)), beyond)
-    words = {words for probe, words in said if probe.stage == "solo" and probe.layout.in_passes}
-    assert words == {"Measures devices alone in several passes: what each further pass costs."}
-
-
 def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:
     machine = TextMachine((Cost(0.001, 2e-5, 1e-8),) * 2)
     said = announced(Search(machine.problem(global_batch=64)), machine, machine.lengths)
