@@ -11,19 +11,13 @@ from evener.devices.types import Device
 from evener.plan.file import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .journal import ObservationEntry
 from .result.rivals import is_comparable, printed_gain
 from .search.layouts import is_even
-from .types import Belief, Interval, Layout, Observation, OutOfMemory, Result, Timed, layout_of
+from .types import Belief, Interval, Layout, OutOfMemory, Result, Timed, layout_of
 
 KEPT_OBSERVATIONS = 2000
 SUM = "sum of solos"
-
-
-class Seen(NamedTuple):
-    """A measurement that has ended, and when."""
-
-    observation: Observation
-    at_seconds: float
 
 
 class SessionState(msgspec.Struct, frozen=True):
@@ -37,7 +31,7 @@ class SessionState(msgspec.Struct, frozen=True):
     replayed: int = 0
     notes: tuple[str, ...] = ()  # about the devices
     running: tuple[ProbeProgress, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[ObservationEntry, ...] = ()
     belief: Belief | None = None
     best: Result | None = None
     probes: int = 0
@@ -56,7 +50,9 @@ class SessionState(msgspec.Struct, frozen=True):
         return bool(self.run or self.devices or self.stopping) and not self.ended
 
 
-def first_state(devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[Seen] = ()) -> SessionState:
+def first_state(
+    devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
+) -> SessionState:
     """The state before anything was reported; `kept` is what a run that goes on has measured."""
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
@@ -66,7 +62,7 @@ def first_state(devices: Sequence[Device], workload: str, run: str = "", kept: S
         workload=workload,
         seen=tuple(kept[-KEPT_OBSERVATIONS:]),
         probes=len(kept),
-        out_of_memory=sum(isinstance(each.observation, OutOfMemory) for each in kept),
+        out_of_memory=sum(isinstance(each.seen, OutOfMemory) for each in kept),
         at_seconds=kept[-1].at_seconds if kept else 0.0,
     )
 
@@ -98,7 +94,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
     return msgspec.structs.replace(
         state,
         running=tuple(each for each in state.running if each.probe != event.seen.probe),
-        seen=(*state.seen, Seen(event.seen, event.at_seconds))[-KEPT_OBSERVATIONS:],
+        seen=(*state.seen, ObservationEntry(event.seen, event.at_seconds))[-KEPT_OBSERVATIONS:],
         belief=event.belief,
         best=event.best,
         probes=event.probes,
@@ -109,7 +105,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 def timed(state: SessionState) -> list[Timed]:
     """Every successful measurement, in the order in which they ended."""
-    return [seen.observation for seen in state.seen if isinstance(seen.observation, Timed)]
+    return [each.seen for each in state.seen if isinstance(each.seen, Timed)]
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
@@ -129,9 +125,9 @@ def chosen_layout(state: SessionState) -> Layout | None:
 def memory_wall(state: SessionState, device: int) -> int | None:
     """The fewest rows of a pass at which the device alone ran out of memory."""
     walls = [
-        seen.observation.probe.layout.pass_rows[device]
-        for seen in state.seen
-        if isinstance(seen.observation, OutOfMemory) and seen.observation.probe.layout.active == (device,)
+        each.seen.probe.layout.pass_rows[device]
+        for each in state.seen
+        if isinstance(each.seen, OutOfMemory) and each.seen.probe.layout.active == (device,)
     ]
     return min(walls, default=None)
 

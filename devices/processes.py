@@ -130,7 +130,8 @@ def send_signal(row: ProcessSample, name: str) -> None:
 
     A descriptor holds the process while its start time and owner are checked, so the pid can't be reused meanwhile.
     """
-    _check_here(row)
+    if row.host:
+        raise RequestError(f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there.")
     try:
         with open(os.pidfd_open(row.pid), "rb") as held:
             _check_same(row)
@@ -139,11 +140,6 @@ def send_signal(row: ProcessSample, name: str) -> None:
         raise RequestError(f"You may not signal process {row.pid}.", "Nothing was sent.") from None
     except (OSError, psutil.NoSuchProcess):
         raise RequestError(f"Process {row.pid} has ended.", "Nothing was sent.") from None
-
-
-def _check_here(row: ProcessSample) -> None:
-    if row.host:
-        raise RequestError(f"Process {row.pid} runs on {row.host}, out of reach from here.", "Run evener there.")
 
 
 def _check_same(row: ProcessSample) -> None:

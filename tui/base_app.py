@@ -25,8 +25,9 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.events import Event, EventThread, ProbeProgress
+from evener.balancer.journal import ObservationEntry
 from evener.balancer.request import Request
-from evener.balancer.session_state import Seen, SessionState, advance, first_state, own_speed
+from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.sampler import Sampler
 from evener.devices.types import Device, DeviceSample, Snapshot
 from evener.errors import EvenerError
@@ -207,7 +208,7 @@ class BaseApp(App[int]):
         self.snapshot = message.snapshot
 
     def start_session(
-        self, request: Request, devices: tuple[Device, ...], kept: Sequence[Seen] = (), **resumed: Any
+        self, request: Request, devices: tuple[Device, ...], kept: Sequence[ObservationEntry] = (), **resumed: Any
     ) -> None:
         """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is as for a Session."""
         if self.balance.active:

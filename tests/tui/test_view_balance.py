@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.events import Paused, ProbeProgress, ProbeStarted
+from evener.balancer.journal import ObservationEntry
 from evener.balancer.number_format import write_share
 from evener.balancer.session_state import (
     RivalRate,
-    Seen,
     SessionState,
     advance,
     best_solo,
@@ -76,7 +76,9 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
     belief = Belief((CurveSketch(0, (), (), 410, 512),), "")
     running = (ProbeProgress(Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0),)
-    state = SessionState(devices=("GPU:0", "GPU:1"), seen=(Seen(wall, 1.0),), belief=belief, running=running)
+    state = SessionState(
+        devices=("GPU:0", "GPU:1"), seen=(ObservationEntry(wall, 1.0),), belief=belief, running=running
+    )
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
     assert memory_wall(state, 0) == 512
     shares = _text(share_lines(state, 80, 9))

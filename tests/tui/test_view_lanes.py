@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.session_state import Seen, SessionState, advance
+from evener.balancer.journal import ObservationEntry
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
 from evener.devices.types import UNSUPPORTED
 from evener.tui.view.cells import span_cells
@@ -32,7 +33,7 @@ def _full(events: Any) -> SessionState:
         events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
     )
     belief = Belief((CurveSketch(0, (), (), 16384, 20480),), "Bisects.")
-    seen = (Seen(fast, 1.0), Seen(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0))
+    seen = (ObservationEntry(fast, 1.0), ObservationEntry(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0))
     return msgspec.structs.replace(state, seen=seen, belief=belief)
 
 

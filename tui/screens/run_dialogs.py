@@ -16,7 +16,6 @@ import evener
 from evener.balancer.number_format import duration
 from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
-from evener.balancer.session_state import Seen
 from evener.balancer.store import runs
 from evener.balancer.store.runs import StoredRun
 from evener.errors import EvenerError, RequestError
@@ -48,9 +47,8 @@ class ContinueDialog(FieldDialog):
 
     async def take(self, text: str) -> bool:
         """Start the session."""
-        header = self._run.header
+        header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
-        kept = [Seen(entry.seen, entry.at_seconds) for entry in self._run.record.seen]
         self.evener.start_session(header.request, header.devices, kept, resume=header.run, extend_seconds=more)
         return True
 

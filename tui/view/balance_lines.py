@@ -155,7 +155,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
     head += warning_lines(said, width, max(0, min(room - (0 if state.ended else 2), height // 3)))
     room = max(0, height - len(head))
     newest = state.seen[-room:] if room else ()
-    rows = [_seen_line(state, seen.observation, seen.at_seconds, width) for seen in reversed(newest)]
+    rows = [_seen_line(state, one.seen, one.at_seconds, width) for one in reversed(newest)]
     return (*head, *rows)
 
 
