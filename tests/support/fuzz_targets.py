@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from evener.balancer import journal
-from evener.balancer.events import Event, Finished, Observed
+from evener.balancer.events import Finished
 from evener.balancer.probes import protocol
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store import runs
 from evener.balancer.store.runs import recorded_events
 from evener.devices.discover import discover, open_source
@@ -33,9 +34,10 @@ from evener.errors import EvenerError
 from evener.live.files import file_name, read_trainings, start_ticks
 from evener.plan.file import Plan, parse_plan, to_json, to_toml
 from evener.tui.cli.monitor import snapshot_text
+from evener.tui.cli.session_runner import search_screen
 from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
-from evener.tui.text.summaries import Progress, observation_words, summary_lines
+from evener.tui.text.summaries import event_line, summary_lines
 from evener.workloads import registry
 
 Target = Callable[[bytes], object]
@@ -130,17 +132,11 @@ def fuzz_journal(data: bytes) -> None:
         record = journal.read(path)
     if len(record.entries) > REPLAYED_LINES:
         return
-    progress = Progress()
+    state = SessionState()
     for event in recorded_events(record):
-        _draw(progress, event)
+        state = advance(state, event)
+        _show(event_line(event, state.devices) or "", *(line.text for line in search_screen(state, 100)))
     runs.recover(record)
-
-
-def _draw(progress: Progress, event: Event) -> None:
-    progress.take(event)
-    _show(*progress.screen())
-    if isinstance(event, Observed):
-        _show(observation_words(event.seen, progress.devices))
 
 
 def fuzz_live(data: bytes) -> None:

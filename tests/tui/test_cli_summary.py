@@ -7,6 +7,7 @@ import msgspec
 from evener.balancer.events import Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.number_format import relative_error
 from evener.balancer.result.words import say
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.types import (
     Belief,
     Failed,
@@ -21,7 +22,8 @@ from evener.balancer.types import (
     solo,
 )
 from evener.plan.file import Evidence, Fingerprint, Kind, SearchSummary, Share, Throughput, make_layout
-from evener.tui.text.summaries import Progress, observation_words, outcome_words, summary_lines
+from evener.tui.cli.session_runner import search_screen
+from evener.tui.text.summaries import event_line, observation_words, outcome_words, summary_lines
 from tests.support.launched_plan import make_plan
 
 SHARES = (Share("GPU-aa", 0, "GTX 1080 Ti", 0, 0.0), Share("GPU-bb", 1, "GTX 1080", 0, 0.0, "60%"))
@@ -154,21 +156,27 @@ def timed(layout: Layout) -> Timed:
 
 def test_progress_follows_a_session() -> None:
     """Each observation is a line; the screen shows what runs, the best so far and the time left."""
-    progress = Progress()
-    assert progress.take(Started("r1", LABELS, "keras_maxer", 120.0, 0)) == "run r1: keras_maxer on GPU:0, GPU:1"
+
+    def screen(state: SessionState) -> list[str]:
+        return [" ".join(line.text.split()) for line in search_screen(state, 120)]
+
+    started = Started("r1", LABELS, "keras_maxer", 120.0, 0)
+    assert event_line(started, ()) == "run r1: keras_maxer on GPU:0, GPU:1"
     probe = Probe(solo(2, 0, 64), "solo", 5.0)
-    assert progress.take(ProbeStarted(probe, 0.0)) is None
-    progress.take(ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
-    assert "  GPU:0[64]: measuring, 684.0 samples/s ± 1.2 %" in progress.screen()
-    best = Result(solo(2, 0, 64), Interval(128.0, 126.0, 130.0), 1)
-    line = progress.take(Observed(timed(solo(2, 0, 64)), BELIEF, best, 1, 0, 6.0))
+    state = advance(advance(SessionState(), started), ProbeStarted(probe, 0.0))
+    state = advance(state, ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
+    assert "█ GPU:0 ● solo: measuring 64 684.0 ±1.2 % – –" in screen(state)
+    observed = Observed(
+        timed(solo(2, 0, 64)), BELIEF, Result(solo(2, 0, 64), Interval(128.0, 126.0, 130.0), 1), 1, 0, 6.0
+    )
+    line = event_line(observed, LABELS)
     assert line is not None
     assert line.endswith("solo  GPU:0[64]: 128.0 samples/s ± 1.0 %")
-    assert progress.screen() == [
-        "checks the curve of both devices",
-        "best so far: 128.0 samples/s ± 1.6 % with GPU:0[64]",
-        "1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left",
-    ]
+    shown = screen(advance(state, observed))
+    assert shown[1].startswith("█ GPU:0 ○ waits 128.0 at 64")
+    assert "best so far 128.0 ±1.6 %" in shown[3]
+    assert shown[-2] == "checks the curve of both devices"
+    assert shown[-1].startswith("1 probe, 0 out of memory, 6.0 s, at most 1 min 54 s left")
 
 
 def test_a_figure_has_the_same_error_in_every_place() -> None:

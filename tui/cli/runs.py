@@ -15,6 +15,7 @@ from evener.balancer.events import Event, Finished
 from evener.balancer.number_format import duration, rate
 from evener.balancer.result.verdict import find_training_step
 from evener.balancer.result.words import say_all
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.store import runs as store
 from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.types import Said
@@ -24,7 +25,7 @@ from evener.plan.file import Format, to_json, to_toml
 
 from ..text.formatting import align, folded, harmless_json, json_text, plain, toml_text
 from ..text.parsing import parse_words
-from ..text.summaries import Progress, observation_words, summary_lines, training_report
+from ..text.summaries import event_line, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
 from .output import check_new, check_plan_file, check_replaceable, draws_screens, terminal_columns
 
@@ -257,11 +258,12 @@ def _screen(record: journal.Record, speed: float) -> ReplayScreen:
 
 def print_events(events: Iterable[Event]) -> Finished | None:
     """Print the lines of a session at once, and its result, which is returned."""
-    progress = Progress()
+    state = SessionState()
     for event in events:
-        if (line := progress.take(event)) is not None:
+        state = advance(state, event)
+        if (line := event_line(event, state.devices)) is not None:
             print(plain(line), file=sys.stderr)
-    if (finished := progress.state.finished) is not None:
-        lines = summary_lines(finished.plan, progress.devices, finished.verdict, terminal_columns(), finished.findings)
+    if (finished := state.finished) is not None:
+        lines = summary_lines(finished.plan, state.devices, finished.verdict, terminal_columns(), finished.findings)
         print("\n".join(lines))
     return finished

@@ -16,18 +16,33 @@ from evener.balancer.events import Finished
 from evener.balancer.result.verdict import find_next_steps
 from evener.balancer.result.words import say_all
 from evener.balancer.session import Session
+from evener.balancer.session_state import SessionState, advance
 from evener.balancer.types import Finding
 from evener.errors import NoLayoutError
 
 from ..signals import handled_signals
 from ..text.formatting import json_text, plain
-from ..text.summaries import Progress
+from ..text.summaries import event_line
+from ..view.balance_lines import rival_lines, search_lines
+from ..view.cells import Line
+from ..view.lanes import lane_grid, lane_rows
+from ..view.table import whole_table
 from .output import ReaderGoneError, report_fault
 
 if TYPE_CHECKING:
     from rich.live import Live
 
+MOST_LANES = 20  # devices that are shown
 PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first one
+
+
+class _Progress:
+    """A session's state, and what was said to the user below the lines that show it."""
+
+    def __init__(self) -> None:
+        self.state = SessionState()
+        self.said: list[str] = []
+        self.drawn = False  # True while the lines are on a terminal
 
 
 def run_session(
@@ -42,7 +57,7 @@ def run_session(
     As JSON it has `more` than the plan and its verdict. The exit code is 0, or that of the signal that interrupted it.
     Signals are caught until everything is written, so that none leaves half a file.
     """
-    progress = Progress()
+    progress = _Progress()
     words = "stopping; the best result so far is kept"
     unsaved = f"ended at once; {'the plan is not written; ' if export else ''}to go on: evener balance --resume"
 
@@ -65,16 +80,15 @@ def run_session(
         try:
             if export is not None:
                 finished.plan.save(export)
+            labels = progress.state.devices
             measured = progress.state.replayed < finished.plan.search.probes
             path = "" if export is None else str(export)
             steps = find_next_steps(session.run_id, finished.plan, path, finished.interrupted, measured)
             if as_json:
-                print(
-                    json_text(result_json(session.run_id, finished, steps, more(session, finished, progress.devices))),
-                    flush=True,
-                )
+                found = more(session, finished, labels)
+                print(json_text(result_json(session.run_id, finished, steps, found)), flush=True)
             else:
-                show(session, finished, progress.devices)
+                show(session, finished, labels)
                 print("".join(f"evener: {plain(step)}\n" for step in say_all(steps)), end="", file=sys.stderr)
         except ReaderGoneError:
             if not caught:
@@ -129,14 +143,15 @@ def stopped_by_signals(
         yield caught
 
 
-def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finished:
+def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
     """Show the session's progress; returns its result."""
     finished: Finished | None = None
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
         for event in session.events():
-            if (line := progress.take(event)) is not None:
+            progress.state = advance(progress.state, event)
+            if (line := event_line(event, progress.state.devices)) is not None:
                 _say(line, live)
             if live is not None:
                 live.refresh()
@@ -147,7 +162,7 @@ def _show_progress(session: Session, progress: Progress, as_json: bool) -> Finis
 
 
 @contextlib.contextmanager
-def _live_lines(progress: Progress) -> Iterator[Live]:
+def _live_lines(progress: _Progress) -> Iterator[Live]:
     """Lines that are redrawn, and gone at the end; text that was printed in between stays."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -156,7 +171,8 @@ def _live_lines(progress: Progress) -> Iterator[Live]:
     console = Console(stderr=True, highlight=False)
 
     def draw() -> Group:
-        return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in progress.screen()))
+        lines = [*(line.text for line in search_screen(progress.state, console.width)), *progress.said]
+        return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in lines))
 
     try:
         with Live(get_renderable=draw, console=console, transient=True, refresh_per_second=4) as live:
@@ -165,6 +181,12 @@ def _live_lines(progress: Progress) -> Iterator[Live]:
         progress.drawn = False
         for text in progress.said:
             print(f"evener: {text}", file=sys.stderr)
+
+
+def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
+    """What a terminal shows of a running search: its devices, the best so far, what it does, and the time left."""
+    lanes = whole_table(lane_grid(width, sampled=False), lane_rows(state)[:MOST_LANES], width)
+    return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 
 def _say(line: str, live: Live | None) -> None:

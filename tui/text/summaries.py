@@ -1,15 +1,15 @@
-"""A search and its plan as text: its progress, the tables of shares and rivals, and the journal of a training."""
+"""A search and its plan as text: its measurements, the tables of shares and rivals, and the journal of a training."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 
-from evener.balancer.events import Event, Observed, ProbeProgress, Started
+from evener.balancer.events import Event, Observed, Started
 from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
 from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
-from evener.balancer.session_state import SUM, RivalRate, SessionState, advance, plan_rate, plan_rivals, seconds_left
+from evener.balancer.session_state import SUM, RivalRate, SessionState, plan_rate, plan_rivals, seconds_left
 from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Said, Timed
 from evener.devices.registry import is_simulated
 from evener.live.journal import (
@@ -40,41 +40,14 @@ DOUBTS = {  # about one measurement, behind its figure
 }
 
 
-class Progress:
-    """A session's state, and the lines that show it."""
-
-    def __init__(self) -> None:
-        self.state = SessionState()
-        self.said: list[str] = []  # to the user, below the other lines
-        self.drawn = False  # True while `screen` is on a terminal
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Labels, in the order of the request."""
-        return self.state.devices
-
-    def take(self, event: Event) -> str | None:
-        """Apply an event; the line to print for it where lines can't be rewritten, if it deserves one."""
-        self.state = advance(self.state, event)
-        if isinstance(event, Started):
-            kept = f", {event.replayed} measurements kept" if event.replayed else ""
-            return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
-        if isinstance(event, Observed):
-            return f"{duration(event.at_seconds):>10}  {observation_words(event.seen, self.devices)}"
-        return None
-
-    def screen(self) -> list[str]:
-        """The lines that a terminal redraws in place: each running measurement, the best so far, the time left."""
-        state = self.state
-        lines = [plain(state.belief.doing, 200) if state.belief is not None else "starting"]
-        lines += [f"  {_running_words(running, self.devices)}" for running in state.running[:20]]
-        if state.best is not None:
-            best, where = state.best.throughput, layout_words(state.best.layout, self.devices)
-            error = half_width(best.value, best.low, best.high)
-            lines.append(f"best so far: {rate(best.value)} samples/s ± {error} with {where}")
-        plural = "" if state.probes == 1 else "s"
-        counts = f"{state.probes} probe{plural}, {state.out_of_memory} out of memory, {duration(state.at_seconds)}"
-        return [*lines, counts + left_words(state), *self.said]
+def event_line(event: Event, labels: Sequence[str]) -> str | None:
+    """The line to print for an event, if it deserves one."""
+    if isinstance(event, Started):
+        kept = f", {event.replayed} measurements kept" if event.replayed else ""
+        return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
+    if isinstance(event, Observed):
+        return f"{duration(event.at_seconds):>10}  {observation_words(event.seen, labels)}"
+    return None
 
 
 def left_words(state: SessionState) -> str:
@@ -82,17 +55,6 @@ def left_words(state: SessionState) -> str:
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
     return "" if left is None else f", at most {duration(left)}{' of simulated time' if simulated else ''} left"
-
-
-def _running_words(running: ProbeProgress, labels: Sequence[str]) -> str:
-    words = f"{layout_words(running.probe.layout, labels)}: {running.phase}"
-    if running.samples_per_second is None and running.phase_seconds >= 1:
-        words += f" for {duration(running.phase_seconds)}"
-    if running.samples_per_second is not None:
-        words += f", {rate(running.samples_per_second)} samples/s"
-    if running.relative_interval is not None:
-        words += f" ± {percent(running.relative_interval, 1)}"
-    return words
 
 
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:
