@@ -44,8 +44,8 @@ def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
     """Narrower columns, not missing ones: each figure of the row is found in it."""
     lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, Position())
     assert [line.text for line in lines] == [
-        " device name   util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s history",
-        "▸ GPU:1 H200     92  86  84  14  63/140  62 631/700 1980 12P   13G  109k      ▄█",
+        " device name     util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s hist ",
+        "▸ GPU:1 H200       92  86  84  14  63/140  62 631/700 1980 12P   13G  109k    ▄█",
     ]
 
 

@@ -11,11 +11,11 @@ from evener.tui.view.cells import span_cells
 from evener.tui.view.table import Column, Grid, Position, table_lines, text_cell
 
 COLUMNS: tuple[Column[int], ...] = (
-    Column("number", ("number",), 6, text_cell(str)),
-    Column("word", ("a long title", "title"), 8, text_cell(lambda row: f"row {row}"), "left"),
+    Column("number", ("number",), (6,), text_cell(str)),
+    Column("word", ("a long title", "title"), (8, 9), text_cell(lambda row: f"row {row}"), "left", most=100),
 )
 
-GRID = Grid(COLUMNS, (), {"word": 100})
+GRID = Grid(COLUMNS)
 
 
 @given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 39), st.integers(0, 60), st.integers(20, 60))

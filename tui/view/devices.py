@@ -234,66 +234,41 @@ def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
-    Column("id", ("device", "id"), 3, _id),
-    Column("name", ("name",), 6, _name, "left"),
+    Column("id", ("device", "id"), (3, 6), _id),
+    Column("name", ("name",), (6, 8, 11, 16), _name, "left", most=24),
     Column(
         "util",
         ("utilisation", "util", "use"),
-        4,
+        (4, 6, 14),
         _reading_cell("utilization_percent", " %", 5, tone="accent", full=100.0),
+        most=30,
     ),
-    Column("sm", ("SM",), 3, _reading_cell("sm_percent", " %", 5)),
-    Column("tensor", ("tensor", "tens", "TC"), 3, _reading_cell("tensor_percent", " %", 5)),
-    Column("dram", ("DRAM", "DR"), 3, _reading_cell("dram_percent", " %", 5)),
+    Column("sm", ("SM",), (3, 5), _reading_cell("sm_percent", " %", 5)),
+    Column("tensor", ("tensor", "tens", "TC"), (3, 6), _reading_cell("tensor_percent", " %", 5)),
+    Column("dram", ("DRAM", "DR"), (3, 5), _reading_cell("dram_percent", " %", 5)),
     Column(
         "memory",
         ("memory", "mem"),
-        7,
+        (7, 11, 20),
         _reading_cell("memory_used_bytes", " G", 10, gib, memory_tone, "memory_total_bytes"),
+        most=30,
     ),
-    Column("temperature", ("temp", "°C"), 3, _reading_cell("temperature_celsius", "°C", 4, tone=temperature_tone)),
+    Column("temperature", ("temp", "°C"), (3, 5), _reading_cell("temperature_celsius", "°C", 4, tone=temperature_tone)),
     Column(
         "power",
         ("power of limit", "power/W", "power"),
-        7,
+        (7, 9, 17),
         _reading_cell("power_watts", " W", 9, tone="power", limit="power_limit_watts"),
+        most=26,
     ),
-    Column("clock", ("clock", "MHz"), 4, _reading_cell("clock_mhz", " MHz", 8)),
-    Column("throttled", ("throttled, why", "thr%"), 4, _throttled, "left"),
-    Column("links", ("links in, out", "links", "link"), 4, _links),
-    Column("work", ("own work, waiting", "own work", "work"), 4, _work),
-    Column("speed", ("samples/s", "smp/s"), 5, _speed),
-    Column("history", ("history", "hist"), 4, _history, "left"),
+    Column("clock", ("clock", "MHz"), (4, 8), _reading_cell("clock_mhz", " MHz", 8)),
+    Column("throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left"),
+    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links),
+    Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work),
+    Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
+    Column("history", ("history", "hist"), (4, 6, 12), _history, "left", most=32),
 )
-DEVICES = Grid(
-    DEVICE_COLUMNS,
-    (
-        ("history", 6),
-        ("id", 6),
-        ("name", 8),
-        ("temperature", 5),
-        ("speed", 9),
-        ("util", 6),
-        ("name", 11),
-        ("tensor", 6),
-        ("util", 14),
-        ("work", 6),
-        ("memory", 11),
-        ("power", 9),
-        ("sm", 5),
-        ("dram", 5),
-        ("throttled", 14),
-        ("work", 17),
-        ("links", 12),
-        ("history", 12),
-        ("clock", 8),
-        ("memory", 20),
-        ("power", 17),
-        ("name", 16),
-        ("throttled", 20),
-    ),
-    {"history": 32, "util": 30, "memory": 30, "name": 24, "power": 26},
-)
+DEVICES = Grid(DEVICE_COLUMNS)
 _READINGS = {  # of columns that aren't drawn where no device reports them
     "sm": ("sm_percent",),
     "tensor": ("tensor_percent",),
@@ -320,7 +295,7 @@ def device_grid(rows: Sequence[PanelRow]) -> Grid[PanelRow]:
     """The table of these rows, without columns of what no device reports, and own work that no training tells."""
     shown = [row for row in rows if isinstance(row, DeviceRow)]
     columns: Any = tuple(each for each in DEVICE_COLUMNS if _is_there(each.key, shown))
-    return Grid(columns, DEVICES.growth, DEVICES.flexible, draw=partial(_draw_row, columns))
+    return Grid(columns, draw=partial(_draw_row, columns))
 
 
 def _draw_row(columns: Sequence[Column[Any]], row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:

@@ -131,34 +131,20 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 _PROBE_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("batch", ("batch",), 6, _batch),
-    Column("speed", ("samples/s", "smp/s"), 7, _speed),
-    Column("interval", ("interval", "known"), 7, _interval),
-    Column("alone", ("best alone", "alone"), 14, _alone),
-    Column("fits", ("largest batch", "largest"), 11, _fits, "left"),
+    Column("batch", ("batch",), (6,), _batch),
+    Column("speed", ("samples/s", "smp/s"), (7, 9), _speed),
+    Column("interval", ("interval", "known"), (7, 8), _interval),
+    Column("alone", ("best alone", "alone"), (14,), _alone),
+    Column("fits", ("largest batch", "largest"), (11, 18, 24), _fits, "left"),
 )
 _FIRST_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("device", ("device",), 8, _name, "left"),
-    Column("doing", ("doing",), 8, _doing, "left"),
+    Column("device", ("device",), (8, 8, 17), _name, "left", most=34),
+    Column("doing", ("doing",), (8, 18, 26), _doing, "left"),
 )
 _SAMPLE_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("util", ("utilisation", "util"), 4, _sample_cell("util")),
-    Column("temperature", ("temp", "°C"), 3, _sample_cell("temperature")),
-    Column("memory", ("memory", "mem"), 7, _sample_cell("memory")),
-)
-_GROWTH = (
-    ("doing", 18),
-    ("speed", 9),
-    ("temperature", 5),
-    ("util", 6),
-    ("device", 17),
-    ("fits", 18),
-    ("interval", 8),
-    ("memory", 11),
-    ("util", 14),
-    ("fits", 24),
-    ("doing", 26),
-    ("memory", 20),
+    Column("util", ("utilisation", "util"), (4, 6, 14), _sample_cell("util")),
+    Column("temperature", ("temp", "°C"), (3, 5), _sample_cell("temperature")),
+    Column("memory", ("memory", "mem"), (7, 11, 20), _sample_cell("memory")),
 )
 _DROPPED = ("interval", "doing", "alone", "temperature", "batch")  # in this order, where the least widths don't fit
 
@@ -168,7 +154,7 @@ def lane_columns(width: int, *, sampled: bool) -> tuple[Column[Lane], ...]:
     samples = (_SAMPLE_COLUMNS if width >= WIDE else _SAMPLE_COLUMNS[:2]) if sampled else ()
     columns = (*_FIRST_COLUMNS, *samples, *_PROBE_COLUMNS)
     for dropped in _DROPPED:
-        if sum(column.least + 1 for column in columns) <= width:
+        if sum(column.widths[0] + 1 for column in columns) <= width:
             break
         columns = tuple(column for column in columns if column.key != dropped)
     return columns
@@ -176,7 +162,7 @@ def lane_columns(width: int, *, sampled: bool) -> tuple[Column[Lane], ...]:
 
 def lane_grid(width: int, *, sampled: bool) -> Grid[Lane]:
     """The table in `width` cells."""
-    return Grid(lane_columns(width, sampled=sampled), _GROWTH, {"device": 34})
+    return Grid(lane_columns(width, sampled=sampled))
 
 
 def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:

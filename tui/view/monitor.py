@@ -251,7 +251,7 @@ class ProcessRow(NamedTuple):
 def _figure(
     key: str,
     titles: tuple[str, ...],
-    least: int,
+    widths: tuple[int, ...],
     reading: Callable[[ProcessSample], Reading],
     draw: Callable[[float], str] = whole,
     tone: Tone = "text",
@@ -259,7 +259,7 @@ def _figure(
     def cell(row: ProcessRow, width: int) -> tuple[Span, ...]:
         return (figure(reading(row.sample), width, rate if draw is short and width >= 9 else draw, tone),)
 
-    return Column(key, titles, least, cell, value=lambda row: _sorted_by(reading(row.sample)))
+    return Column(key, titles, widths, cell, value=lambda row: _sorted_by(reading(row.sample)))
 
 
 def _sorted_by(reading: Reading) -> float:
@@ -267,9 +267,9 @@ def _sorted_by(reading: Reading) -> float:
     return -1.0 if reading.value is None else reading.value
 
 
-def _text(key: str, least: int, text: Callable[[ProcessSample], str]) -> Column[ProcessRow]:
+def _text(key: str, widths: tuple[int, ...], text: Callable[[ProcessSample], str]) -> Column[ProcessRow]:
     return Column(
-        key, (key,), least, text_cell(lambda row: text(row.sample)), "left", lambda row: text(row.sample).lower()
+        key, (key,), widths, text_cell(lambda row: text(row.sample)), "left", lambda row: text(row.sample).lower()
     )
 
 
@@ -282,23 +282,25 @@ def _command(row: ProcessRow, width: int) -> tuple[Span, ...]:
 
 PROCESS_COLUMNS: tuple[Column[ProcessRow], ...] = (
     TAG,
-    Column("pid", ("pid",), 7, text_cell(lambda row: str(row.sample.pid), "strong"), value=lambda row: row.sample.pid),
-    _text("user", 8, lambda sample: sample.user),
-    _text("device", 6, lambda sample: sample.device_label),
-    _figure("memory", ("memory", "mem"), 7, lambda sample: sample.memory_bytes, short_bytes, "memory"),
-    _figure("sm", ("SM %", "SM"), 5, lambda sample: sample.sm_percent, tone="accent"),
-    _figure("cpu", ("CPU %", "CPU"), 6, lambda sample: sample.cpu_percent),
-    _figure("speed", ("samples/s", "smp/s"), 6, lambda sample: sample.samples_per_second, short, "speed"),
+    Column(
+        "pid", ("pid",), (7,), text_cell(lambda row: str(row.sample.pid), "strong"), value=lambda row: row.sample.pid
+    ),
+    _text("user", (8, 12), lambda sample: sample.user),
+    _text("device", (6,), lambda sample: sample.device_label),
+    _figure("memory", ("memory", "mem"), (7,), lambda sample: sample.memory_bytes, short_bytes, "memory"),
+    _figure("sm", ("SM %", "SM"), (5,), lambda sample: sample.sm_percent, tone="accent"),
+    _figure("cpu", ("CPU %", "CPU"), (6,), lambda sample: sample.cpu_percent),
+    _figure("speed", ("samples/s", "smp/s"), (6, 9), lambda sample: sample.samples_per_second, short, "speed"),
     Column(
         "time",
         ("run time", "time"),
-        6,
+        (6, 8),
         text_cell(lambda row: run_time(row.seconds)),
         value=lambda row: row.seconds or 0,
     ),
-    _text("command", 10, lambda sample: sample.command)._replace(draw=_command),
+    _text("command", (16,), lambda sample: sample.command)._replace(draw=_command, most=1000),
 )
-PROCESSES = Grid(PROCESS_COLUMNS, (("command", 16), ("speed", 9), ("time", 8), ("user", 12)), {"command": 1000})
+PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_words(row: ProcessRow) -> str:

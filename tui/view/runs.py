@@ -66,29 +66,20 @@ def run_words(summary: RunSummary) -> str:
 
 RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     TAG,
-    Column("run", ("run",), 20, text_cell(lambda row: row.run, "strong"), "left", lambda row: row.run),
+    Column("run", ("run",), (20,), text_cell(lambda row: row.run, "strong"), "left", lambda row: row.run),
     Column(
         "created",
         ("created, UTC",),
-        19,
+        (19,),
         text_cell(lambda row: row.created.replace("T", " ").removesuffix("Z"), "dim"),
         "left",
     ),
-    Column("devices", ("devices",), 8, _devices, "left", lambda row: ", ".join(row.devices)),
-    Column("workload", ("workload",), 11, _workload, "left", lambda row: row.workload),
-    Column("state", ("state",), 10, _state, "left", lambda row: row.state),
-    Column("probes", ("probes", "n"), 3, text_cell(lambda row: str(row.probes)), value=lambda row: row.probes),
-    Column("speed", ("samples/s", "smp/s"), 7, _speed, value=lambda row: row.samples_per_second or 0),
-    Column("ratios", ("ratios",), 9, _ratios, "left"),
-)
-_STEPS = (
-    ("ratios", 13),
-    ("devices", 12),
-    ("state", 11),
-    ("speed", 9),
-    ("probes", 6),
-    ("workload", 16),
-    ("workload", 24),
+    Column("devices", ("devices",), (8, 12), _devices, "left", lambda row: ", ".join(row.devices), 40),
+    Column("workload", ("workload",), (11, 16, 24), _workload, "left", lambda row: row.workload, 60),
+    Column("state", ("state",), (10, 11), _state, "left", lambda row: row.state),
+    Column("probes", ("probes", "n"), (3, 6), text_cell(lambda row: str(row.probes)), value=lambda row: row.probes),
+    Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, value=lambda row: row.samples_per_second or 0),
+    Column("ratios", ("ratios",), (9, 13), _ratios, "left", most=40),
 )
 _WIDE = 110  # columns, from which dates have their own column; a run's id begins with its date
 
@@ -101,7 +92,7 @@ def has_failed(summary: RunSummary) -> bool:
 def run_grid(width: int) -> Grid[RunSummary]:
     """The list in `width` cells."""
     columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key != "created")
-    return Grid(columns, _STEPS, {"devices": 40, "ratios": 40, "workload": 60})
+    return Grid(columns)
 
 
 def _end_state(run: StoredRun) -> SessionState:

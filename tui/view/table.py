@@ -18,44 +18,43 @@ class Column(NamedTuple, Generic[RowT]):
 
     key: str
     titles: tuple[str, ...]  # the widest that fits is shown
-    least: int  # cells at the narrowest
+    widths: tuple[int, ...]  # cells, from the narrowest on; one that is there twice lets others grow first
     draw: Cell[RowT]
     align: Literal["left", "right"] = "right"
     value: Callable[[RowT], float | str] | None = None  # the sort key of a row; None: not sorted by this column
+    most: int = 0  # cells, of those that are left when all columns have their largest width
 
 
-TAG: Column[Any] = Column("tagged", ("",), 1, lambda *_: (), "left")  # the panel that marks rows draws the sign
+TAG: Column[Any] = Column("tagged", ("",), (1,), lambda *_: (), "left")  # the panel that marks rows draws the sign
 
 
 class Grid(NamedTuple, Generic[RowT]):
-    """The columns of a table, the steps in which they grow, and those that share the rest, up to their limits.
+    """The columns of a table.
 
     `draw` replaces the usual row; it gets the row, the columns' widths, that of the table, and whether the cursor is
     there.
     """
 
     columns: tuple[Column[RowT], ...]
-    growth: tuple[tuple[str, int], ...]
-    flexible: Mapping[str, int]
     nothing: str = ""  # is said where there are no rows
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int) -> dict[str, int]:
         """Cells for each column in `width`, with the cursor's sign in front and one blank between two.
 
-        Columns start at their least widths. Each step of `growth` (a column, its next width) is taken in order where it
-        fits; then the flexible columns share the rest, up to their limits. Both may name columns that aren't there.
+        Columns start at their least widths. Where it fits, each takes its second one, from left to right, then its
+        third, and so on; then the rest goes to those with a limit, from right to left.
         """
-        widths = {column.key: column.least for column in self.columns}
+        widths = {column.key: column.widths[0] for column in self.columns}
         left = width - sum(widths.values()) - len(widths)
-        for key, wider in self.growth:
-            more = wider - widths.get(key, wider)
-            if 0 < more <= left:
+        steps = [(place, column.key, each) for column in self.columns for place, each in enumerate(column.widths)]
+        for _, key, wider in sorted(steps, key=lambda step: step[0]):
+            if wider - widths[key] <= left:
+                left -= wider - widths[key]
                 widths[key] = wider
-                left -= more
-        for key in filter(widths.__contains__, self.flexible):
-            more = max(0, min(left, self.flexible[key] - widths[key]))
-            widths[key] += more
+        for column in reversed(self.columns):
+            more = max(0, min(left, column.most - widths[column.key]))
+            widths[column.key] += more
             left -= more
         return widths
 

@@ -74,18 +74,17 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 _TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
-    Column("workload", ("workload",), 12, text_cell(_name, "strong"), "left"),
-    Column("framework", ("framework",), 10, text_cell(lambda row: row.framework, "dim"), "left"),
-    Column("ranks", ("ranks",), 6, text_cell(_ranks)),
-    Column("step", ("step",), 7, text_cell(lambda row: count_words(row.step))),
-    Column("speed", ("samples/s",), 9, lambda row, _: _speed(row.samples_per_second)),
-    Column("tokens", ("tokens/s",), 9, lambda row, _: _speed(row.tokens_per_second)),
-    Column("plan", ("of plan", "plan"), 5, _plan),
-    Column("time", ("step time, spread", "step time", "time"), 7, _step_time),
-    Column("input", ("input",), 5, _input),
-    Column("causes", ("held up by",), 10, _held_up, "left"),
+    Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
+    Column("framework", ("framework",), (10,), text_cell(lambda row: row.framework, "dim"), "left"),
+    Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
+    Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
+    Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
+    Column("tokens", ("tokens/s",), (9,), lambda row, _: _speed(row.tokens_per_second)),
+    Column("plan", ("of plan", "plan"), (5, 7), _plan),
+    Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
+    Column("input", ("input",), (5,), _input),
+    Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
 )
-_TRAINING_GROWTH = (("time", 13), ("plan", 7), ("workload", 16), ("causes", 20), ("step", 9), ("time", 17))
 
 
 def _share(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -132,17 +131,16 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
     """The table of these ranks."""
     longest_s = max((row.own_work_s + row.waiting_s for row in ranks if not row.silent_s), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
-        Column("rank", ("rank",), 4, text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
-        Column("device", ("device",), 8, text_cell(lambda row: row.device), "left"),
-        Column("share", ("share",), 5, _share, "left"),
-        Column("speed", ("samples/s",), 9, _rank_speed(lambda row: row.samples_per_second)),
-        Column("tokens", ("tokens/s",), 9, _rank_speed(lambda row: row.tokens_per_second)),
-        Column("own", ("own work", "own"), 7, _part(lambda row: row.own_work_s)),
-        Column("waiting", ("waiting", "wait"), 7, _part(lambda row: row.waiting_s)),
-        Column("bar", ("own work, then waiting", "work, wait"), 10, _bar(longest_s), "left"),
+        Column("rank", ("rank",), (4,), text_cell(lambda row: str(row.rank) if row.rank >= 0 else "", "strong")),
+        Column("device", ("device",), (8, 12, 18), text_cell(lambda row: row.device), "left"),
+        Column("share", ("share",), (5, 13, 17), _share, "left"),
+        Column("speed", ("samples/s",), (9,), _rank_speed(lambda row: row.samples_per_second)),
+        Column("tokens", ("tokens/s",), (9,), _rank_speed(lambda row: row.tokens_per_second)),
+        Column("own", ("own work", "own"), (7, 8), _part(lambda row: row.own_work_s)),
+        Column("waiting", ("waiting", "wait"), (7,), _part(lambda row: row.waiting_s)),
+        Column("bar", ("own work, then waiting", "work, wait"), (20, 24), _bar(longest_s), "left", most=1000),
     )
-    growth = (("share", 13), ("bar", 24), ("own", 8), ("share", 17), ("device", 12))
-    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)), growth, {"device": 18, "bar": 1000})
+    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)))
 
 
 def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[Any], ...]:
@@ -154,7 +152,7 @@ def training_grid(rows: Sequence[TrainingRow], width: int) -> Grid[TrainingRow]:
     columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
     if width < WIDE:
         columns = tuple(column for column in columns if column.key != "framework")
-    return Grid(columns, _TRAINING_GROWTH, {"workload": 40, "causes": 1000}, NO_TRAINING)
+    return Grid(columns, NO_TRAINING)
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
