@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evener.tui.view.devices import PanelRow, device_grid
-from evener.tui.view.lanes import lane_grid, lane_rows
+from evener.tui.view.devices import DEVICES, PanelRow
+from evener.tui.view.lanes import LANES, lane_rows
 from evener.tui.view.table import table_lines
-from evener.tui.view.training_lines import rank_grid, training_grid
+from evener.tui.view.training_lines import TRAININGS, rank_grid
 from evener.tui.view.trainings import TrainingRow
 
 Table = tuple[Any, int]
 
 
 def device_lines(rows: Sequence[PanelRow], width: int, height: int, *position: Any) -> Table:
-    return table_lines(device_grid(rows), rows, width, height, *position)
+    return table_lines(DEVICES, rows, width, height, *position)
 
 
 def lane_lines(state: Any, width: int, height: int, samples: Any = ()) -> Table:
-    return table_lines(lane_grid(width, sampled=bool(samples)), lane_rows(state, samples), width, height)
+    return table_lines(LANES, lane_rows(state, samples), width, height)
 
 
 def training_table(rows: Sequence[TrainingRow], width: int, height: int, *position: Any) -> Table:
-    return table_lines(training_grid(rows, width), rows, width, height, *position)
+    return table_lines(TRAININGS, rows, width, height, *position)
 
 
 def rank_table(row: TrainingRow, width: int, height: int, *position: Any) -> Table:

@@ -84,7 +84,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     shares = _text(share_lines(state, 80, 9))
     assert "GPU:0 820 = 2 × 410 (59 %)" in shares
     assert "now (700 = 2 × 350) + 568 = 1268" in shares
-    wide, narrow = (_text(lane_lines(state, width, 9)[0]) for width in (118, 60))
+    wide, narrow = (_text(lane_lines(state, width, 9)[0]) for width in (118, 70))
     assert "820 in 2 passes" in wide
     assert "2×350" in wide
     assert "512" in narrow

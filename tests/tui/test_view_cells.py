@@ -204,10 +204,10 @@ def test_columns_grow_in_turns_while_they_fit() -> None:
     """Each takes its second width before any takes its third; then the rest goes to the last one with a limit."""
     steps = {"a": (3, 3, 9), "b": (3, 6), "c": (3,)}
     grid: Grid[int] = Grid(tuple(Column(key, (key,), widths, lambda *_: (), most=5) for key, widths in steps.items()))
-    assert grid.widths(12) == {"a": 3, "b": 3, "c": 3}
-    assert grid.widths(15) == {"a": 3, "b": 6, "c": 3}
-    assert grid.widths(18) == {"a": 4, "b": 6, "c": 5}
-    assert grid.widths(41) == {"a": 9, "b": 6, "c": 5}
+    assert grid.widths(12, ()) == {"a": 3, "b": 3, "c": 3}
+    assert grid.widths(15, ()) == {"a": 3, "b": 6, "c": 3}
+    assert grid.widths(18, ()) == {"a": 4, "b": 6, "c": 5}
+    assert grid.widths(41, ()) == {"a": 9, "b": 6, "c": 5}
 
 
 @given(st.integers(1, 100), st.integers(0, 99), st.integers(1, 30), st.integers(0, 99))

@@ -51,7 +51,7 @@ def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160, 200])
 def test_sixteen_devices_keep_every_column(script: Any, width: int) -> None:
-    widths = DEVICES.widths(width)
+    widths = DEVICES.widths(width, [DeviceRow(script.sample(), work=(1.0, 1.0))])
     assert set(widths) == {column.key for column in DEVICE_COLUMNS}
     assert sum(widths.values()) + len(widths) <= width
     rows = [DeviceRow(script.sample(index)) for index in range(16)]

@@ -13,8 +13,8 @@ from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.view import runs
 from evener.tui.view.cells import span_cells
-from evener.tui.view.runs import RUN_COLUMNS, brief_devices, plan_lines, run_grid, run_words
-from evener.tui.view.table import Order, Position, matches, sort_rows, table_lines
+from evener.tui.view.runs import RUN_COLUMNS, brief_devices, plan_lines, run_words
+from evener.tui.view.table import Grid, Order, Position, matches, sort_rows, table_lines
 
 RUN = RunSummary(
     "20261121-145431-fb1d",
@@ -31,7 +31,7 @@ RUN = RunSummary(
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
     """Its id, which is what other commands want, its devices, throughput and ratios."""
-    lines, _ = table_lines(run_grid(width), (RUN,), width, 5, Position())
+    lines, _ = table_lines(Grid(RUN_COLUMNS), (RUN,), width, 5, Position())
     row = lines[1].text
     assert len(row) <= width
     for text in ("20261121-145431-fb1d", "keras_maxer", "finished", "158 012"):

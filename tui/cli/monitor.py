@@ -23,7 +23,7 @@ from evener.errors import RequestError
 from ..text.formatting import json_text, plain
 from ..text.parsing import parse_duration
 from ..view.cells import Line, Mark, Tone, text_lines, to_ascii
-from ..view.devices import PanelRow, device_grid, device_rows
+from ..view.devices import DEVICES, PanelRow, device_rows
 from ..view.monitor import PROCESS_COLUMNS, PROCESSES, host_line, nothing_there, process_rows
 from ..view.table import Order, sort_rows, whole_table
 from .options import OUTPUT, AsciiOption, DevicesOption, RayAddressOption, ReadonlyOption, ThemeOption
@@ -162,7 +162,7 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
-    parts = [host_line(snapshot, width), *whole_table(device_grid(rows), rows, width)]
+    parts = [host_line(snapshot, width), *whole_table(DEVICES, rows, width)]
     parts += [Line(), *whole_table(grid, shown, width), *_training_parts(snapshot, width)]
     lines = (*_notes(snapshot), *(_drawn(each) if colour else each.text.rstrip() for each in parts))
     return "\n".join(lines) + "\n"
@@ -197,10 +197,10 @@ def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
     rows = _join(snapshot)
     if not rows:
         return
-    from ..view.training_lines import rank_grid, training_grid, training_lines
+    from ..view.training_lines import TRAININGS, rank_grid, training_lines
 
     yield Line()
-    yield from whole_table(training_grid(rows, width), rows, width)
+    yield from whole_table(TRAININGS, rows, width)
     for row in [row for row in rows if row.training or len(row.ranks) > 1]:  # of others the table has it all
         yield Line()
         yield from text_lines(row.workload or row.framework, width, 1, "strong")

@@ -25,7 +25,7 @@ from ..text.formatting import json_text, plain
 from ..text.summaries import event_line
 from ..view.balance_lines import rival_lines, search_lines
 from ..view.cells import Line
-from ..view.lanes import lane_grid, lane_rows
+from ..view.lanes import LANES, lane_rows
 from ..view.table import whole_table
 from .output import ReaderGoneError, report_fault
 
@@ -185,7 +185,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
     """What a terminal shows of a running search: its devices, the best so far, what it does, and the time left."""
-    lanes = whole_table(lane_grid(width, sampled=False), lane_rows(state)[:MOST_LANES], width)
+    lanes = whole_table(LANES, lane_rows(state)[:MOST_LANES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 
 from ..view.cells import Line, Span, line
-from ..view.devices import HostRow, PanelRow, device_grid, device_rows, group_rows, short_name
+from ..view.devices import DEVICES, HostRow, PanelRow, device_rows, group_rows, short_name
 from ..view.monitor import (
     PROCESSES,
     Identity,
@@ -169,7 +169,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
     def grid(self) -> Grid[PanelRow]:
         """The table of these rows."""
-        return device_grid(self.rows)
+        return DEVICES
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):

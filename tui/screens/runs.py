@@ -20,7 +20,7 @@ from evener.errors import EvenerError
 from ..base_app import SessionEnded, SessionReported, SessionThread
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
-from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_grid, run_words
+from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_words
 from ..view.table import Grid, Order
 from ..widgets.balance import BalanceView
 from ..widgets.lines import Lines
@@ -56,7 +56,7 @@ class RunPanel(SortedPanel[RunSummary]):
     def grid(self) -> Grid[RunSummary]:
         """The table of these rows."""
         nothing = "No run matches." if self.words else "No runs yet: make one on the Balance screen, key 2."
-        return run_grid(self.size.width)._replace(nothing=nothing)
+        return Grid(RUN_COLUMNS, nothing)
 
 
 class RunsScreen(RunActions, SortedScreen):

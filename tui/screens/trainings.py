@@ -12,7 +12,7 @@ from ..text.formatting import plain
 from ..view.cells import Line
 from ..view.ranks import RankRow
 from ..view.table import Grid
-from ..view.training_lines import arrange_trainings, rank_grid, training_graph_lines, training_grid, training_lines
+from ..view.training_lines import TRAININGS, arrange_trainings, rank_grid, training_graph_lines, training_lines
 from ..view.trainings import TrainingRow, join_trainings
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel
@@ -92,7 +92,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
 
     def grid(self) -> Grid[TrainingRow]:
         """The table of these rows."""
-        return training_grid(self.rows, self.size.width)
+        return TRAININGS
 
     def redraw(self) -> None:
         """Draw the rows; the heading says the screen's state."""

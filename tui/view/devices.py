@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ from .charts import (
     work_bar,
 )
 from .ranks import Work, work_by_device
-from .table import Cell, Column, Grid, table_row
+from .table import Column, Grid, table_row
 
 NEWEST_TICKS = 32  # of a row's history
 
@@ -133,13 +132,34 @@ def _name(row: DeviceRow, width: int) -> tuple[Span, ...]:
     return (Span(cut(name + ("@" if limit else ""), width), "text"),)
 
 
+LINKS = tuple(f"{link}_{way}_bytes_per_second" for link in ("link", "pcie") for way in ("receive", "send"))
+
+
+def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
+    return row.rows if isinstance(row, HostRow) else (row,)
+
+
+def _told(*fields: str) -> Callable[[PanelRow], bool]:
+    """True for a row with a device that reports any of these."""
+    return lambda row: any(
+        getattr(each.sample, field).state is not State.UNSUPPORTED for each in _devices(row) for field in fields
+    )
+
+
+def _has_work(row: PanelRow) -> bool:
+    return any(each.work for each in _devices(row))
+
+
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
     """A warning from 98 % of the device's memory on."""
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
 
-def _reading_cell(
+def _reading(
+    key: str,
+    titles: tuple[str, ...],
+    widths: tuple[int, ...],
     field: str,
     unit: str,
     figures: int,
@@ -147,8 +167,9 @@ def _reading_cell(
     tone: Tone | Callable[[DeviceSample], Callable[[float], Tone]] = "text",
     limit: str = "",
     full: float = 0.0,
-) -> Cell[DeviceRow]:
-    """Draws a reading, with its limit, unit and bar as far as they fit; `figures` are the cells without a bar."""
+    most: int = 0,
+) -> Column[Any]:
+    """A reading with its limit, unit and bar as far as they fit; `figures` are the cells without a bar."""
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
         reading: Reading = getattr(row.sample, field)
@@ -167,7 +188,7 @@ def _reading_cell(
         left, whole_bar = width - needed - 1, most or full
         return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans) if left > 3 and whole_bar else spans
 
-    return cell
+    return Column(key, titles, widths, cell, most=most, there=_told(field))
 
 
 _REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
@@ -233,78 +254,71 @@ def _history(row: DeviceRow, width: int) -> tuple[Span, ...]:
     return (Span(graph(values, width, 1, top)[0], "speed" if fastest > 0 else "accent"),)
 
 
-DEVICE_COLUMNS: tuple[Column[DeviceRow], ...] = (
+DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     Column("id", ("device", "id"), (3, 6), _id),
     Column("name", ("name",), (6, 8, 11, 16), _name, "left", most=24),
-    Column(
+    _reading(
         "util",
         ("utilisation", "util", "use"),
         (4, 6, 14),
-        _reading_cell("utilization_percent", " %", 5, tone="accent", full=100.0),
-        most=30,
+        "utilization_percent",
+        " %",
+        5,
+        whole,
+        "accent",
+        "",
+        100.0,
+        30,
     ),
-    Column("sm", ("SM",), (3, 5), _reading_cell("sm_percent", " %", 5)),
-    Column("tensor", ("tensor", "tens", "TC"), (3, 6), _reading_cell("tensor_percent", " %", 5)),
-    Column("dram", ("DRAM", "DR"), (3, 5), _reading_cell("dram_percent", " %", 5)),
-    Column(
+    _reading("sm", ("SM",), (3, 5), "sm_percent", " %", 5),
+    _reading("tensor", ("tensor", "tens", "TC"), (3, 6), "tensor_percent", " %", 5),
+    _reading("dram", ("DRAM", "DR"), (3, 5), "dram_percent", " %", 5),
+    _reading(
         "memory",
         ("memory", "mem"),
         (7, 11, 20),
-        _reading_cell("memory_used_bytes", " G", 10, gib, memory_tone, "memory_total_bytes"),
+        "memory_used_bytes",
+        " G",
+        10,
+        gib,
+        memory_tone,
+        "memory_total_bytes",
         most=30,
     ),
-    Column("temperature", ("temp", "°C"), (3, 5), _reading_cell("temperature_celsius", "°C", 4, tone=temperature_tone)),
-    Column(
+    _reading("temperature", ("temp", "°C"), (3, 5), "temperature_celsius", "°C", 4, whole, temperature_tone),
+    _reading(
         "power",
         ("power of limit", "power/W", "power"),
         (7, 9, 17),
-        _reading_cell("power_watts", " W", 9, tone="power", limit="power_limit_watts"),
+        "power_watts",
+        " W",
+        9,
+        whole,
+        "power",
+        "power_limit_watts",
         most=26,
     ),
-    Column("clock", ("clock", "MHz"), (4, 8), _reading_cell("clock_mhz", " MHz", 8)),
-    Column("throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left"),
-    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links),
-    Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work),
+    _reading("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
+    Column(
+        "throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left", there=_told("throttled_percent")
+    ),
+    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_told(*LINKS)),
+    Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
     Column("history", ("history", "hist"), (4, 6, 12), _history, "left", most=32),
 )
-DEVICES = Grid(DEVICE_COLUMNS)
-_READINGS = {  # of columns that aren't drawn where no device reports them
-    "sm": ("sm_percent",),
-    "tensor": ("tensor_percent",),
-    "dram": ("dram_percent",),
-    "temperature": ("temperature_celsius",),
-    "power": ("power_watts",),
-    "clock": ("clock_mhz",),
-    "throttled": ("throttled_percent",),
-    "links": tuple(f"{link}_{way}_bytes_per_second" for link in ("link", "pcie") for way in ("receive", "send")),
-}
 
 
-def _is_there(key: str, rows: Sequence[DeviceRow]) -> bool:
-    """True if a device has anything in this column."""
-    if key == "work":
-        return any(row.work for row in rows)
-    fields = _READINGS.get(key, ())
-    return not (rows and fields) or any(
-        getattr(row.sample, field).state is not State.UNSUPPORTED for row in rows for field in fields
-    )
-
-
-def device_grid(rows: Sequence[PanelRow]) -> Grid[PanelRow]:
-    """The table of these rows, without columns of what no device reports, and own work that no training tells."""
-    shown = [row for row in rows if isinstance(row, DeviceRow)]
-    columns: Any = tuple(each for each in DEVICE_COLUMNS if _is_there(each.key, shown))
-    return Grid(columns, draw=partial(_draw_row, columns))
-
-
-def _draw_row(columns: Sequence[Column[Any]], row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
+def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
     """A host has a row of its own; a lost device shows what happened instead of its figures."""
     if isinstance(row, HostRow):
         return draw_host(row, width, here)
     sample = row.sample
     if not sample.note or sample.utilization_percent.state is not State.LOST:
-        return table_row(columns, widths, row, here)
+        return table_row(DEVICE_COLUMNS, widths, row, here)
     head = table_row(DEVICE_COLUMNS[:2], widths, row, here).spans
     note = cut(plain(sample.note, 300), max(0, width - span_cells(head) - 1))
     return Line(pad((*head, Span(" "), Span(note, "bad")), width), here)
+
+
+DEVICES = Grid(DEVICE_COLUMNS, draw=_draw_row)

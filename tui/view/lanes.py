@@ -19,11 +19,9 @@ from ..text.formatting import plain
 from ..text.summaries import share_words
 from .cells import Mark, Span, Tone, cells, cut, device_pattern, device_tone, span_cells
 from .devices import DEVICE_COLUMNS, DeviceRow
-from .table import Cell, Column, Grid
+from .table import Column, Grid
 
 LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
-WIDE = 100  # columns, from which used memory has a column too
-_DEVICE_CELLS = {column.key: column.draw for column in DEVICE_COLUMNS}
 
 
 class Lane:
@@ -60,15 +58,14 @@ def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _sample_cell(key: str) -> Cell[Lane]:
-    """The cell that the Monitor screen has for the same metric."""
+def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[Lane]:
+    """The column that the Monitor screen has for the same metric; a replay has no samples and none of these."""
 
     def draw(lane: Lane, width: int) -> tuple[Span, ...]:
-        if lane.sample is None:
-            return (Span(Mark.NONE, "dim"),)
-        return _DEVICE_CELLS[key](DeviceRow(lane.sample), width)
+        return (Span(Mark.NONE, "dim"),) if lane.sample is None else column.draw(DeviceRow(lane.sample), width)
 
-    return draw
+    column = next(column for column in DEVICE_COLUMNS if column.key == key)
+    return Column(key, column.titles, widths, draw, needs=needs, there=lambda lane: lane.sample is not None)
 
 
 def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -130,39 +127,20 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
     return next((form for form in forms if span_cells(form) <= width), forms[-1])
 
 
-_PROBE_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("batch", ("batch",), (6,), _batch),
-    Column("speed", ("samples/s", "smp/s"), (7, 9), _speed),
-    Column("interval", ("interval", "known"), (7, 8), _interval),
-    Column("alone", ("best alone", "alone"), (14,), _alone),
-    Column("fits", ("largest batch", "largest"), (11, 18, 24), _fits, "left"),
+LANES: Grid[Lane] = Grid(
+    (
+        Column("device", ("device",), (8, 8, 17), _name, "left", most=34),
+        Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69),
+        _sampled("util", (4, 6, 14)),
+        _sampled("temperature", (3, 5), 45),
+        _sampled("memory", (7, 11, 20), 100),
+        Column("batch", ("batch",), (6,), _batch, needs=41),
+        Column("speed", ("samples/s", "smp/s"), (7, 9), _speed),
+        Column("interval", ("interval", "known"), (7, 8), _interval, needs=77),
+        Column("alone", ("best alone", "alone"), (14,), _alone, needs=60),
+        Column("fits", ("largest batch", "largest"), (11, 18, 24), _fits, "left"),
+    )
 )
-_FIRST_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("device", ("device",), (8, 8, 17), _name, "left", most=34),
-    Column("doing", ("doing",), (8, 18, 26), _doing, "left"),
-)
-_SAMPLE_COLUMNS: tuple[Column[Lane], ...] = (
-    Column("util", ("utilisation", "util"), (4, 6, 14), _sample_cell("util")),
-    Column("temperature", ("temp", "°C"), (3, 5), _sample_cell("temperature")),
-    Column("memory", ("memory", "mem"), (7, 11, 20), _sample_cell("memory")),
-)
-_DROPPED = ("interval", "doing", "alone", "temperature", "batch")  # in this order, where the least widths don't fit
-
-
-def lane_columns(width: int, *, sampled: bool) -> tuple[Column[Lane], ...]:
-    """The columns in `width` cells; a replay has no samples and no columns for them."""
-    samples = (_SAMPLE_COLUMNS if width >= WIDE else _SAMPLE_COLUMNS[:2]) if sampled else ()
-    columns = (*_FIRST_COLUMNS, *samples, *_PROBE_COLUMNS)
-    for dropped in _DROPPED:
-        if sum(column.widths[0] + 1 for column in columns) <= width:
-            break
-        columns = tuple(column for column in columns if column.key != dropped)
-    return columns
-
-
-def lane_grid(width: int, *, sampled: bool) -> Grid[Lane]:
-    """The table in `width` cells."""
-    return Grid(lane_columns(width, sampled=sampled))
 
 
 def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:

@@ -13,7 +13,7 @@ from evener.balancer.store.runs import RunSummary, StoredRun
 from ..text.formatting import plain
 from .balance_lines import rival_lines, share_lines, warning_lines
 from .cells import Line, Mark, Span, Tone, cells, cut, line, text_lines
-from .table import TAG, Column, Grid, text_cell
+from .table import TAG, Column, text_cell
 
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
@@ -73,6 +73,7 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         (19,),
         text_cell(lambda row: row.created.replace("T", " ").removesuffix("Z"), "dim"),
         "left",
+        needs=110,  # a run's id begins with its date
     ),
     Column("devices", ("devices",), (8, 12), _devices, "left", lambda row: ", ".join(row.devices), 40),
     Column("workload", ("workload",), (11, 16, 24), _workload, "left", lambda row: row.workload, 60),
@@ -81,18 +82,11 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
     Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, value=lambda row: row.samples_per_second or 0),
     Column("ratios", ("ratios",), (9, 13), _ratios, "left", most=40),
 )
-_WIDE = 110  # columns, from which dates have their own column; a run's id begins with its date
 
 
 def has_failed(summary: RunSummary) -> bool:
     """True if a run has nothing to show."""
     return summary.state in ("failed", "unreadable")
-
-
-def run_grid(width: int) -> Grid[RunSummary]:
-    """The list in `width` cells."""
-    columns = tuple(column for column in RUN_COLUMNS if width >= _WIDE or column.key != "created")
-    return Grid(columns)
 
 
 def _end_state(run: StoredRun) -> SessionState:

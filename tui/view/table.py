@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ..text.formatting import plain
@@ -23,6 +23,8 @@ class Column(NamedTuple, Generic[RowT]):
     align: Literal["left", "right"] = "right"
     value: Callable[[RowT], float | str] | None = None  # the sort key of a row; None: not sorted by this column
     most: int = 0  # cells, of those that are left when all columns have their largest width
+    needs: int = 0  # cells of the table, with fewer of which it isn't drawn
+    there: Callable[[RowT], object] | None = None  # it is drawn if this is true for any row
 
 
 TAG: Column[Any] = Column("tagged", ("",), (1,), lambda *_: (), "left")  # the panel that marks rows draws the sign
@@ -39,20 +41,25 @@ class Grid(NamedTuple, Generic[RowT]):
     nothing: str = ""  # is said where there are no rows
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
-    def widths(self, width: int) -> dict[str, int]:
-        """Cells for each column in `width`, with the cursor's sign in front and one blank between two.
+    def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
+        """Cells for each column that is drawn in `width`, with the cursor's sign in front and one blank between two.
 
         Columns start at their least widths. Where it fits, each takes its second one, from left to right, then its
         third, and so on; then the rest goes to those with a limit, from right to left.
         """
-        widths = {column.key: column.widths[0] for column in self.columns}
+        columns = [
+            column
+            for column in self.columns
+            if width >= column.needs and (column.there is None or any(map(column.there, rows)))
+        ]
+        widths = {column.key: column.widths[0] for column in columns}
         left = width - sum(widths.values()) - len(widths)
-        steps = [(place, column.key, each) for column in self.columns for place, each in enumerate(column.widths)]
+        steps = [(place, column.key, each) for column in columns for place, each in enumerate(column.widths)]
         for _, key, wider in sorted(steps, key=lambda step: step[0]):
             if wider - widths[key] <= left:
                 left -= wider - widths[key]
                 widths[key] = wider
-        for column in reversed(self.columns):
+        for column in reversed(columns):
             more = max(0, min(left, column.most - widths[column.key]))
             widths[column.key] += more
             left -= more
@@ -96,10 +103,14 @@ def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
+def _drawn(columns: Sequence[Column[RowT]], widths: Mapping[str, int]) -> Iterator[Column[RowT]]:
+    return (column for column in columns if column.key in widths)
+
+
 def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: Order, more: str) -> Line:
     """The titles; `more` is at the right end, over the last ones."""
     spans: list[Span] = [Span(" ")]
-    for column in columns:
+    for column in _drawn(columns, widths):
         width = widths[column.key]
         sign = Mark.DESCENDING if order.descending else Mark.ASCENDING
         mark = sign if column.key == order.key else ""
@@ -116,7 +127,7 @@ def _heading(columns: Sequence[Column[RowT]], widths: Mapping[str, int], order: 
 def table_row(columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False) -> Line:
     """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
-    for column in columns:
+    for column in _drawn(columns, widths):
         width = widths[column.key]
         spans += pad(column.draw(row, width), width, column.align)
         spans.append(_BETWEEN)
@@ -155,7 +166,7 @@ def table_lines(
 
     The heading ends with `note` and the number of rows above and below those shown.
     """
-    widths = grid.widths(width)
+    widths = grid.widths(width, rows)
     room = max(0, height - 1)
     first = window(len(rows), position.cursor, room, position.top)
     shown = rows[first : first + room]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from evener.balancer.number_format import count_words, duration, percent, rate, step_time, write_share
 from evener.balancer.result.words import AT
@@ -21,7 +20,6 @@ from .trainings import TrainingRow
 
 AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
 WHOLE_PERCENT = 0.005  # an error below isn't shown
-WIDE = 110  # columns, from which the framework has its own
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 5, 3, 7  # rows
 _MOST_TEXT = 8  # beside graphs
 
@@ -73,17 +71,26 @@ def _speed(number: float) -> tuple[Span, ...]:
     return (Span(rate(number), "speed") if number else Span(Mark.NONE, "dim"),)
 
 
-_TRAINING_COLUMNS: tuple[Column[TrainingRow], ...] = (
-    Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
-    Column("framework", ("framework",), (10,), text_cell(lambda row: row.framework, "dim"), "left"),
-    Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
-    Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
-    Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
-    Column("tokens", ("tokens/s",), (9,), lambda row, _: _speed(row.tokens_per_second)),
-    Column("plan", ("of plan", "plan"), (5, 7), _plan),
-    Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
-    Column("input", ("input",), (5,), _input),
-    Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
+TRAININGS: Grid[TrainingRow] = Grid(
+    (
+        Column("workload", ("workload",), (12, 16, 24, 32), text_cell(_name, "strong"), "left"),
+        Column("framework", ("framework",), (10,), text_cell(lambda row: row.framework, "dim"), "left", needs=110),
+        Column("ranks", ("ranks",), (6,), text_cell(_ranks)),
+        Column("step", ("step",), (7, 9), text_cell(lambda row: count_words(row.step))),
+        Column("speed", ("samples/s",), (9,), lambda row, _: _speed(row.samples_per_second)),
+        Column(
+            "tokens",
+            ("tokens/s",),
+            (9,),
+            lambda row, _: _speed(row.tokens_per_second),
+            there=lambda row: row.tokens_per_second,
+        ),
+        Column("plan", ("of plan", "plan"), (5, 7), _plan),
+        Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
+        Column("input", ("input",), (5,), _input),
+        Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
+    ),
+    NO_TRAINING,
 )
 
 
@@ -135,24 +142,18 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
         Column("device", ("device",), (8, 12, 18), text_cell(lambda row: row.device), "left"),
         Column("share", ("share",), (5, 13, 17), _share, "left"),
         Column("speed", ("samples/s",), (9,), _rank_speed(lambda row: row.samples_per_second)),
-        Column("tokens", ("tokens/s",), (9,), _rank_speed(lambda row: row.tokens_per_second)),
+        Column(
+            "tokens",
+            ("tokens/s",),
+            (9,),
+            _rank_speed(lambda row: row.tokens_per_second),
+            there=lambda row: row.tokens_per_second,
+        ),
         Column("own", ("own work", "own"), (7, 8), _part(lambda row: row.own_work_s)),
         Column("waiting", ("waiting", "wait"), (7,), _part(lambda row: row.waiting_s)),
         Column("bar", ("own work, then waiting", "work, wait"), (20, 24), _bar(longest_s), "left", most=1000),
     )
-    return Grid(_with_tokens(columns, any(row.tokens_per_second for row in ranks)))
-
-
-def _with_tokens(columns: tuple[Column[Any], ...], there: bool) -> tuple[Column[Any], ...]:
-    return columns if there else tuple(column for column in columns if column.key != "tokens")
-
-
-def training_grid(rows: Sequence[TrainingRow], width: int) -> Grid[TrainingRow]:
-    """The table of these trainings in `width` cells."""
-    columns = _with_tokens(_TRAINING_COLUMNS, any(row.tokens_per_second for row in rows))
-    if width < WIDE:
-        columns = tuple(column for column in columns if column.key != "framework")
-    return Grid(columns, NO_TRAINING)
+    return Grid(columns)
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:

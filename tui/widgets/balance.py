@@ -19,7 +19,7 @@ from ..text.formatting import plain
 from ..view.balance_lines import DETAILED_SHARES, rival_lines, search_lines, share_lines
 from ..view.cells import DEVICE_TONES, to_ascii
 from ..view.charts import axis_ticks, short
-from ..view.lanes import Lane, lane_grid, lane_rows
+from ..view.lanes import LANES, Lane, lane_rows
 from ..view.table import Grid
 from .lines import Lines
 from .lists import ListPanel
@@ -38,7 +38,7 @@ class LanePanel(ListPanel[Lane]):
 
     def grid(self) -> Grid[Lane]:
         """The table of these rows."""
-        return lane_grid(self.size.width, sampled=bool(self._samples))
+        return LANES
 
     def take(self, state: SessionState | None = None, samples: Sequence[DeviceSample | None] | None = None) -> None:
         """Show this state, and these readings of each device."""
