@@ -184,7 +184,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """What a terminal shows of a running search: its devices, the best so far, what it does, and the time left."""
+    """The lines of a running search on a terminal: its devices, the best so far, what it does, and the time left."""
     lanes = whole_table(LANES, lane_rows(state)[:MOST_LANES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 

@@ -139,7 +139,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
     return row.rows if isinstance(row, HostRow) else (row,)
 
 
-def _told(*fields: str) -> Callable[[PanelRow], bool]:
+def _reports(*fields: str) -> Callable[[PanelRow], bool]:
     """True for a row with a device that reports any of these."""
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED for each in _devices(row) for field in fields
@@ -188,7 +188,7 @@ def _reading(
         left, whole_bar = width - needed - 1, most or full
         return (*bar(reading.value / whole_bar, left, shade), Span(" "), *spans) if left > 3 and whole_bar else spans
 
-    return Column(key, titles, widths, cell, most=most, there=_told(field))
+    return Column(key, titles, widths, cell, most=most, there=_reports(field))
 
 
 _REASON_LETTERS = {"power": "P", "thermal": "T", "brake": "B", "sync": "S", "hardware": "H", "software": "S"}
@@ -300,9 +300,9 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
     ),
     _reading("clock", ("clock", "MHz"), (4, 8), "clock_mhz", " MHz", 8),
     Column(
-        "throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left", there=_told("throttled_percent")
+        "throttled", ("throttled, why", "thr%"), (4, 4, 14, 20), _throttled, "left", there=_reports("throttled_percent")
     ),
-    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_told(*LINKS)),
+    Column("links", ("links in, out", "links", "link"), (4, 4, 12), _links, there=_reports(*LINKS)),
     Column("work", ("own work, waiting", "own work", "work"), (4, 6, 17), _work, there=_has_work),
     Column("speed", ("samples/s", "smp/s"), (5, 9), _speed),
     Column("history", ("history", "hist"), (4, 6, 12), _history, "left", most=32),
