@@ -35,9 +35,8 @@ async def open_runs(pilot: Pilot[Any], count: int) -> RunPanel:
 
 
 def text(app: Any, selector: str) -> str:
-    """The lines that a widget shows."""
-    shown: str = app.screen.query_one(selector, Lines).text
-    return shown
+    """The lines that a widget shows; none of one that isn't there yet."""
+    return "\n".join(each.text for each in app.screen.query(selector).results(Lines))
 
 
 def asks(app: Any, key: str) -> bool:
