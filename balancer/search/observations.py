@@ -148,8 +148,11 @@ class Observations:
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
-        over = [i for one in timed[:1] for i in one.probe.layout.active if self.recovered(i)]
-        checks = {t.probe.turn: t for t in timed if t.probe.stage == "check" and not any(map(t.held_back, over))}
+        checked = [one for one in timed if one.probe.stage == "check"]
+        if not checked:
+            return {}
+        over = [i for one in checked[:1] for i in one.probe.layout.active if self.recovered(i)]
+        checks = {one.probe.turn: one for one in checked if not any(map(one.held_back, over))}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
         least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
         slower = all(one.throughput.high < least for one in _steady(checks).values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import NormalDist, fmean, harmonic_mean, stdev
+from statistics import NormalDist, fmean
 
 import msgspec
 
@@ -164,7 +164,7 @@ def throughput(turns: Turns) -> Interval:
     figures = [seen.throughput for _, seen in sorted(turns.items())]
     if len(figures) == 1:
         return figures[0]
-    value = harmonic_mean([figure.value for figure in figures])
+    value = len(figures) / math.fsum(1 / figure.value for figure in figures)
     own = fmean(relative_error(seen) ** 2 for seen in turns.values())
     deviation = _pooled(own, [figure.value / value for figure in figures])
     return center(Difference(value, value * deviation, len(figures)).interval(), value)  # never below 0
@@ -173,7 +173,8 @@ def throughput(turns: Turns) -> Interval:
 def _pooled(assumed: float, values: Sequence[float]) -> float:
     """The standard deviation of one turn: from their spread, and a variance that counts as `DRIFT_WEIGHT` turns."""
     more = len(values) - 1
-    spread = stdev(values) ** 2 if more else 0.0
+    mean = fmean(values)
+    spread = math.fsum((each - mean) ** 2 for each in values) / more if more else 0.0
     return math.sqrt((DRIFT_WEIGHT * assumed + more * spread) / (DRIFT_WEIGHT + more))
 
 
