@@ -77,7 +77,7 @@ def test_noise_stalls_evaluations_checkpoints_and_logging_move_no_shares(
     (step, shares), *_ = found.pop("slower by 40 %")
     assert 100 < step <= 120
     assert shares == pytest.approx((54, 26), abs=2)
-    assert len(found.pop("5 % noise")) <= 2
+    assert len(found.pop("5 % noise")) <= 1
     assert {name: changes for name, changes in found.items() if changes} == {}
 
 

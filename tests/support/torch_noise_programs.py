@@ -26,7 +26,7 @@ from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard
 from tests.support.torch_ranks import example_plan
 
-ROWS, STEPS = 12_000, 240
+ROWS, STEPS = 12_000, 160
 CASES: dict[str, dict[str, Any]] = {
     "6:2": {"shares": (60, 20)},
     "in passes": {"shares": (40, 24), "micros": (16, 24)},

@@ -38,12 +38,9 @@ class SteadyCase(msgspec.Struct, frozen=True):
 
 CASES = {
     "slower by 40 %": SteadyCase(slower=100),
-    "5 % noise": SteadyCase(1000, noise=0.05),
-    "a stall": SteadyCase(stall=103),
-    "an input stall": SteadyCase(input_stall=103),
-    "evaluations": SteadyCase(evaluation=50),
-    "checkpoints of unequal length": SteadyCase(checkpoint=40),
-    "logged norms": SteadyCase(norms=10),
+    "5 % noise": SteadyCase(500, noise=0.05),
+    "a stall, evaluations": SteadyCase(stall=133, evaluation=50),
+    "an input stall, checkpoints of unequal length, logged norms": SteadyCase(input_stall=103, checkpoint=40, norms=10),
 }
 
 
