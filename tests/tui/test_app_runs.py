@@ -60,7 +60,7 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
         field.value = "10s"
         await pilot.press("enter")
         await until(pilot, lambda: app.current_mode == "balance", "the search")
-        assert app.balance.probes >= before.probes, "what is kept is counted from the first"
+        await until(pilot, lambda: app.balance.probes >= before.probes, "what is kept is counted")
         await until(pilot, lambda: app.balance.finished is not None and app.balance.ended, "its end")
         assert (app.balance.run, app.balance.fault) == (before.run, "")
         assert app.balance.probes > before.probes
