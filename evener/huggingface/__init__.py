@@ -15,9 +15,9 @@ except ImportError as error:
         f"transformers can't be imported ({error}).", 'Install it: pip install "evener[huggingface]".'
     ) from error
 
-if tuple(map(int, _transformers.__version__.split(".")[:2])) < (4, 55):
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (4, 56):
     raise RequestError(
-        f"with_plan works with transformers from 4.55, and here is {_transformers.__version__}.",
+        f"with_plan works with transformers from 4.56, and here is {_transformers.__version__}.",
         'Update it: pip install "evener[huggingface]".',
     )
 from .trainer import with_plan

@@ -70,13 +70,21 @@ class Gathering:
         self.calls = 0  # by code that gathers alone
         self._rows: int | None = None  # that count in the current batch; None: all
         self._repeats = 0  # rows that a loss is repeated for in evaluation
-        self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._call = 0
-        self._in_pass = False
         self._ends = True  # no other piece of the pass follows
+        self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._pieces: list[list[tuple[torch.Tensor, int]]] = []  # what each call had of those before, with their rows
         self._met: list[Any] = []  # what each call gathered in the pass: other ranks gather once
         accelerator.gather = self.gather
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._earlier = []
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """A pass is complete."""
+        self._pieces, self._met = [], []
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -88,32 +96,18 @@ class Gathering:
             self._alone = before
 
     @contextmanager
-    def counting(self, rows: int, repeats: int = 0, first: bool = True, ends: bool = True) -> Iterator[None]:
-        """A context in which `rows` rows of the current pass count; `first`: the pass is the first of its batch.
+    def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
+        """A context in which `rows` rows of the current pass count.
 
         Unless the pass `ends` there, these rows are a piece of it, which is gathered with the last one.
         """
-        if not self._in_pass:
-            self._pieces, self._met = [], []
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
-        if first:
-            self._earlier = []
         try:
             yield
         finally:
             self._rows, self._repeats = before
             self._ends = True
-
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Within it, what is counted is one pass, or its pieces."""
-        self._pieces, self._met = [], []
-        self._in_pass = True
-        try:
-            yield
-        finally:
-            self._in_pass = False
 
     def keep(self) -> Callable[[], None]:
         """Note what passes and pieces have gathered; the function that puts it back, but for what ranks met for."""
@@ -235,5 +229,6 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not follo
     def __iter__(self) -> Iterator[Any]:
         for place, batch in zip(self._places, super().__iter__(), strict=True):
             rows = len(self._every[place]) if place < len(self._every) else 0
+            self._gathering.begin()
             with self._gathering.counting(rows, self._full):
                 yield batch

@@ -8,6 +8,7 @@ are computed again when memory runs out.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -202,16 +203,6 @@ def _mask_row(batch: Any) -> Any:
     return same
 
 
-class Pass(msgspec.Struct, frozen=True):
-    """One pass of this rank: its rows that count, the weight of its loss in its global batch's, and its place."""
-
-    rows: int
-    weight: Any
-    first: bool
-    last: bool  # of its global batch
-    ends: bool = True  # False for a piece of a pass, if others follow
-
-
 def weigh_passes(
     loss: TrainerLoss,
     passes: list[Any],
@@ -280,37 +271,41 @@ class Survival:
         trainer.accelerator.backward = self.backward
 
     def compute(
-        self, model: Any, inputs: Any, now: Pass, loss: Callable[[], TrainerLoss], train: Callable[[Any, Pass], Any]
+        self, model: Any, parts: list[Part], loss: Callable[[], TrainerLoss], train: Callable[[Part, bool], Any]
     ) -> torch.Tensor:
-        """The sum of what `train` returns for the pass or its pieces; figures that are noted meanwhile count once."""
+        """The sum of what `train` returns for the passes of a batch, or their pieces.
+
+        It hears whether a part is the batch's last. Figures that are noted meanwhile count once.
+        """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.take_on(model)
-        if not self._exchanges:
-            return train(inputs, now)
-        with self._gathering.one_pass():
-            return self._compute(model, inputs, now, loss, train)
-
-    def _compute(
-        self, model: Any, inputs: Any, now: Pass, loss: Callable[[], TrainerLoss], train: Callable[[Any, Pass], Any]
-    ) -> torch.Tensor:
-        total, left = torch.zeros((), device=self._trainer.args.device), now.rows
-        whole = Part(inputs, now.rows, 1.0, lambda loss: loss)
-        for part in self._passes.take([whole], [model], self._exchanges, begins=now.first):
-            ends = part.rows == left
+        total, wholes, left = torch.zeros((), device=self._trainer.args.device), deque(parts), parts[0].rows
+        self._gathering.begin()
+        for part in self._passes.take(parts, [self], self._exchanges):
+            whole, ends = wholes[0], part.rows == left
             attributes, gathered = self._keep(), self._gathering.keep()
             with part:
                 try:
-                    weight = now.weight * loss().part_of(inputs, now.rows, part.batch, part.rows)
-                    piece = Pass(part.rows, weight, now.first and left == now.rows, now.last and ends, ends)
-                    total = total + train(part.batch, piece)
+                    part.weight = whole.weight * loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
+                    with self._gathering.counting(part.rows, ends=ends):
+                        total = total + train(part, ends and whole is parts[-1])
                     part.computed = True
-                    left -= part.rows
                 finally:
                     if not (part.computed and ends):
                         attributes()
                     if not part.computed:
                         gathered()
+            if part.computed:
+                left -= part.rows
+            if part.computed and ends:
+                self._gathering.end_pass()
+                wholes.popleft()
+                left = wholes[0].rows if wholes else 0
         return total
+
+    def no_sync(self) -> Any:
+        """The context of a pass whose gradients are exchanged with later ones."""
+        return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
         """The loss of a pass: a trainer that calls its backward() itself leaves gradients that can't be undone."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -31,8 +31,6 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 def check_trainer_class(trainer_class: Any) -> None:
     """RequestError for what is no Trainer, and for one that generates the rows it trains on."""
-    from transformers import Trainer
-
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.", "Give the class: with_plan(Trainer, plan)(model=...)."
@@ -46,8 +44,6 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 def check_setup(trainer: Any) -> None:
     """RequestError if the trainer's arguments leave the plan no say over its rows, or its gradients."""
-    from transformers import Trainer
-
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -174,10 +170,6 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
         return self._collate([self._dataset[row] for row in rows])
 
 
-class PassList(list[Any]):
-    """The passes of a batch, each collated already."""
-
-
 def find_lengths(trainer: Any) -> list[int] | None:
     """The tokens of each training row, where the trainer finds them to group by length; None where rows have none."""
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
@@ -190,26 +182,9 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """The training data, their collator, and their sampler if the trainer's class makes a loader of its own."""
-    if _has_own_loader(trainer):
-        return _own_rows(trainer, make_loader)
-    dataset = trainer.train_dataset
-    if dataset is None:
-        raise RequestError("The trainer has no train_dataset.", "Give one.")
-    if hasattr(dataset, "column_names"):  # of the library datasets
-        return trainer._remove_unused_columns(dataset, description="training"), trainer.data_collator, None
-    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description="training"), None
-
-
-def _has_own_loader(trainer: Any) -> bool:
-    kinds = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("evener."))
-    return next(kind for kind in kinds if "get_train_dataloader" in vars(kind)) is not Trainer
-
-
-def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """The training data, their collator and their sampler, as the trainer's class has them in its own loader."""
     loader = make_whole(trainer, make_loader)
-    plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if not plain or type(loader.batch_sampler) is not BatchSampler:
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
             f"{name}.get_train_dataloader gives a {type(loader).__name__} that makes its batches itself, and the plan"
@@ -222,7 +197,6 @@ def _own_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, A
 def make_sampler(trainer: Any, planned: PlannedTraining, dataset: Any, order: Any) -> UnevenBatchSampler:
     """This rank's rows of each global batch, in the trainer's own order, or in that of a sampler of its class."""
     rows, shares = count_rows(dataset), planned.ranks
-    order = trainer._get_train_sampler(dataset) if order is None else order
     if isinstance(order, LengthGroupedSampler):
         order.batch_size = shares.global_batch
     return planned.sampler(
@@ -239,7 +213,7 @@ def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
 
     The seed of a random order is `data_seed`, else the one that the process was seeded with last, on the first rank.
     """
-    if sampler is None or type(sampler) is SequentialSampler:
+    if type(sampler) is SequentialSampler:
         return None
     seed = trainer.args.data_seed
     if seed is None:

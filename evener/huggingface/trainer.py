@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,12 +25,12 @@ from ..plan.file import Plan
 from ..torch_loss.check import make_check_batch
 from ..torch_loss.measure import kept_attributes
 from ..torch_rows.loader import StepLoader
+from ..torch_split.batch import Part
 from ..torch_split.planned import PlannedTraining
-from ..torch_split.ranks import RankShares, find_shares, open_plan
+from ..torch_split.ranks import find_shares, open_plan
 from ..torch_split.wrapped import check_normalization, has_own_work
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
-    Pass,
     Survival,
     TrainerLoss,
     assume_loss,
@@ -41,7 +42,6 @@ from .loss import (
 )
 from .rows import (
     CHECKPOINT,
-    PassList,
     PassRows,
     PassSampler,
     check_checkpoint,
@@ -84,21 +84,16 @@ def with_plan(
     chosen = None if ratios is not None else open_plan(plan)
     if chosen is None and ratios is None:
         raise RequestError("No plan is given.", "Give one or ratios=, or start the script with evener launch.")
-    options = {"plan": chosen, "ratios": ratios, "global_batch": global_batch, "strict": strict}
-    made = {"_plan_options": options, "_keeps_journal": journal, "_rebalances": rebalance, "_checks": check}
-    made["_takes_noise"] = noise
+    options = {"strict": strict, "journal": journal, "rebalance": rebalance, "noise": noise}
+    given = SimpleNamespace(plan=chosen, ratios=ratios, global_batch=global_batch, check=check, options=options)
     sharded = (ShardMixin,) if chosen is not None and chosen.layout.traits.sharded else ()
-    return type(f"Planned{trainer_class.__name__}", (*sharded, _PlanMixin, trainer_class), made)
+    return type(f"Planned{trainer_class.__name__}", (*sharded, _PlanMixin, trainer_class), {"_given": given})
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
     """Placed before a Trainer class, whose methods do the rest."""
 
-    _plan_options: dict[str, Any]
-    _keeps_journal: bool
-    _rebalances: bool
-    _takes_noise: bool
-    _checks: bool
+    _given: SimpleNamespace  # to with_plan
     args: Any
     state: Any
     _tr_loss: Any
@@ -110,28 +105,25 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def begin_plan(self) -> None:
         """Train by the plan from now on; for a trainer that was made before it was of this class."""
         check_setup(self)
-        shares = self._find_shares(**self._plan_options)
-        if self._rebalances and shares.world > 1:
-            check_rebalance(self, shares.share)
-        if needs_equal_passes(self) or shares.is_sharded:
-            shares = msgspec.structs.replace(shares, passes=(max(shares.passes),) * shares.world)
-        self._planned = PlannedTraining(
-            shares,
-            "trainer",
-            strict=bool(self._plan_options["strict"]),
-            journal=self._keeps_journal,
-            rebalance=self._rebalances,
-            noise=self._takes_noise,
-        )
+        given, options, rows = self._given, self._given.options, self._given.global_batch
+        if given.plan is None and rows is None:
+            rows = self.args.per_device_train_batch_size * self.args.world_size
+        same = {name: options[name] for name in ("rebalance", "noise")}
+        found = find_shares(given.plan, given.ratios, rows, same, strict=options["strict"], device=self.args.device)
+        if options["rebalance"] and found.world > 1:
+            check_rebalance(self, found.share)
+        if needs_equal_passes(self) or found.is_sharded:
+            found = msgspec.structs.replace(found, passes=(max(found.passes),) * found.world)
+        self._planned = PlannedTraining(found, "trainer", **options)
         self._shares = shares = self._planned.ranks  # that the plan has
         passes = shares.passes[shares.rank]
         self.args = copy.copy(self.args)  # the user's own stay as they are
         self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
-        self._passes: deque[Pass] = deque()  # to come in this optimizer step
+        self._to_come: deque[tuple[int, float]] = deque()  # rows and weights of the optimizer step's next passes
         self._done = (0, (0, 0))  # rows of this rank in an optimizer step, and their tokens without and with padding
-        self._pass_ends = True  # the pass that runs is its batch's last
+        self._is_last = True  # the part that runs is its batch's last
         self._factor: Any = None  # of the loss of the pass that runs
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
@@ -141,14 +133,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.check = self._check_parts
         self._survival = Survival(self, self._planned, self._gathering)
-
-    def _find_shares(
-        self, plan: Plan | None, ratios: Sequence[float] | None, global_batch: int | None, strict: bool
-    ) -> RankShares:
-        if plan is None and global_batch is None:
-            global_batch = self.args.per_device_train_batch_size * self.args.world_size
-        same = {"rebalance": self._rebalances, "noise": self._takes_noise}
-        return find_shares(plan, ratios, global_batch, same, strict=strict, device=self.args.device)
 
     # ------------------------------------------------------------------ rows
 
@@ -163,7 +147,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._batches = StepLoader(
             PassRows(dataset, collate),
             self._sampler,
-            collate_fn=PassList,
+            collate_fn=list,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -173,10 +157,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned.follow(rows, self._batches.drawn_ahead)
         return self._batches
 
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """The loader of an evaluation: the batches that one process would compute, shared out over the ranks."""
-        made = partial(super()._get_dataloader, dataset, description, batch_size, *args, **kwargs)
-        return share_evaluation(self, made, self._gathering)
+        made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
+        return made() if is_training else share_evaluation(self, made, self._gathering)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an optimizer step, over all ranks."""
@@ -202,12 +186,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return batches, items
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
-        """The items that losses of these batches are means over; transformers before 4.56 counts as it fetches."""
+        """The items that losses of these batches are means over."""
         calls = self._gathering.calls  # transformers 4 gathers here even where one process counts
-        if hasattr(Trainer, "_get_num_items_in_batch"):
-            items = super()._get_num_items_in_batch(batches, device)
-        else:
-            items = super().get_batch_samples(iter(batches), len(batches), device)[1]
+        items = super()._get_num_items_in_batch(batches, device)
         self._gathering.calls = calls
         return items
 
@@ -224,13 +205,12 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if ignored and not self._loss.certain:  # rows don't tell labels from rows as long as all labels count
             self._loss = self._find_loss(True)
             weights, _, _ = weigh_passes(self._loss, passes, sizes, totals, None, self._gathering, device)
-        ends = [(place == 0, place == len(step) - 1) for step in sizes for place in range(len(step))]
-        self._passes = deque(Pass(own, part, *end) for own, part, end in zip(rows, weights, ends, strict=True))
+        self._to_come = deque(zip(rows, weights, strict=True))
         return items
 
     def _find_loss(self, ignores: bool, in_parts: bool = False) -> TrainerLoss:
         world = self._shares.world
-        if not self._checks or (world * sum(self._shares.passes) == 1 and not in_parts):
+        if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
             return assume_loss(self, world)
         return find_loss(self, self._rows_checked, self._shares, self._gathering, ignores, in_parts)
 
@@ -250,24 +230,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return done % -(-len(self._sampler) // accumulated) * accumulated
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train the passes of a batch; the last one exchanges the gradients."""
-        *others, last = inputs
-        losses = []
-        for each in others:
-            with self.accelerator.no_sync(model):
-                losses.append(self._train_pass(model, each, num_items_in_batch))
-        return sum(losses, self._train_pass(model, last, num_items_in_batch))
-
-    def _train_pass(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Train one pass; its loss is weighted so that the mean over ranks is that of one process."""
-        now = self._passes.popleft()
+        """Train the passes of a batch, each with its loss weighted so that the mean over ranks is one process's."""
+        parts = [Part(each, *self._to_come.popleft(), lambda loss: loss) for each in inputs]
         train = partial(self._train_part, model, num_items_in_batch)
-        result = self._survival.compute(model, inputs, now, self._loss_found, train)
-        if now.rows and self.args.include_num_input_tokens_seen not in ("no", False):
-            self._tokens += count_tokens(self, inputs)
+        result = self._survival.compute(model, parts, self._loss_found, train)
+        if self.args.include_num_input_tokens_seen not in ("no", False):
+            self._tokens += sum(count_tokens(self, each.batch) for each in parts if each.rows)
         while self._logged:
             super().log(*self._logged.pop(0))
-        if not self._passes:
+        if not self._to_come:
             self._planned.report(*self._done)
         return result
 
@@ -282,12 +253,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         assert self._loss is not None  # found before the first pass
         return self._loss
 
-    def _train_part(self, model: Any, items: Any, inputs: Any, now: Pass) -> torch.Tensor:
-        self._pass_ends = now.last
-        self._factor = now.weight * (self._shares.world / self._loss_found().multiplied)
+    def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
+        self._is_last = is_last
+        self._factor = part.weight * (self._shares.world / self._loss_found().multiplied)
         try:
-            with self._gathering.counting(now.rows, first=now.first, ends=now.ends):
-                result: torch.Tensor = super().training_step(model, inputs, items)
+            result: torch.Tensor = super().training_step(model, part.batch, items)
         finally:
             self._factor = None
         return result
@@ -297,7 +267,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
         Whatever the class notes down for a batch is noted once, with the last of its passes.
         """
-        with nullcontext() if self._factor is None or self._pass_ends else kept_attributes(self):
+        with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         if self._factor is None:
             return result
@@ -313,7 +283,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Sum the tokens of all passes over ranks, once an optimizer step, as ranks differ in their passes."""
-        if self.args.include_num_input_tokens_seen not in ("no", False) and not self._passes:
+        if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
             self.state.num_input_tokens_seen += int(self.accelerator.gather(tokens).sum())
             self._tokens = 0
