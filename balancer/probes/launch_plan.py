@@ -6,9 +6,10 @@ once had: such an idle child still holds its peak, and somewhat more.
 
 from __future__ import annotations
 
+import os
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import cast
 
 import msgspec
@@ -118,11 +119,22 @@ def build_commands(
     return commands
 
 
+_held: deque[int] = deque()  # sockets that are bound to the ports that were found, so that nobody else gets them
+MOST_HELD = 256
+
+
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Ports of an address of this machine that are free at this moment."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server((address, 0))) for _ in range(count)]
-        return [int(listener.getsockname()[1]) for listener in listeners]
+    """Ports of an address of this machine, for servers with SO_REUSEADDR; no system hands them out as they begin."""
+    ports = []
+    for _ in range(count):
+        with socket.socket() as made:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((address, 0))
+            ports.append(int(made.getsockname()[1]))
+            _held.append(made.detach())
+    while len(_held) > MOST_HELD:
+        os.close(_held.popleft())
+    return ports
 
 
 def _split_memory(device: Device, processes: int) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -120,6 +121,15 @@ def test_layouts_that_need_other_children_have_other_keys() -> None:
 def test_ports_are_free_and_different() -> None:
     """All held open until the last is found."""
     assert len(set(find_free_ports(8))) == 8
+
+
+def test_a_port_is_nobody_else_s_until_its_server_begins() -> None:
+    """A server that may use an address again gets it, and nobody who asks for any port does."""
+    (port,) = find_free_ports(1)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)) as server:
+        assert server.getsockname()[1] == port
 
 
 @pytest.fixture
