@@ -60,16 +60,6 @@ LONGEST_SECONDS = 1e12  # of a search: a number, and not infinite
 SOLO_PREFIX = "solo "  # and the device's label
 
 Format = Literal["toml", "json"]
-_BY_HAND: dict[str, Any] = {  # of a plan that nobody has measured
-    **dict.fromkeys(("created", "workload"), ""),
-    "framework": "none",
-    "precision": "float32",
-    "xla": False,
-    "throughput": dict.fromkeys(("samples_per_second", "low", "high"), 0.0),
-    "evidence": (),
-    "search": {**dict.fromkeys(("probes", "out_of_memory", "seed"), 0), "seconds": 0.0, "why_stopped": ""},
-    "fingerprint": {"devices": (), "driver": "", "versions": {}, "workload_digest": ""},
-}
 _OPTIONAL = ("cost", "tokens", "host", "curve", "most", "state", "held_bytes", "peak_bytes")  # written where known
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")  # of numbers, as tomli_w writes it
 
@@ -118,21 +108,21 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload_digest: str
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fastest layout that was measured, and the evidence for it."""
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The fastest layout that was measured, and the evidence for it; one written by hand has a layout alone."""
 
-    created: str  # UTC, RFC 3339
-    workload: str
-    framework: str
-    precision: str
-    xla: bool
+    created: str = ""  # UTC, RFC 3339
+    workload: str = ""
+    framework: str = "none"
+    precision: str = "float32"
+    xla: bool = False
     layout: PlanLayout
-    throughput: Throughput
-    evidence: tuple[Evidence, ...]
-    search: SearchSummary
-    fingerprint: Fingerprint
+    throughput: Throughput = Throughput(0.0, 0.0, 0.0)
+    evidence: tuple[Evidence, ...] = ()
+    search: SearchSummary = SearchSummary(0, 0, 0.0, 0, "")
+    fingerprint: Fingerprint = Fingerprint((), "", {}, "")
     warnings: tuple[str, ...] = ()
-    schema: int = SCHEMA - 1
+    schema: Annotated[int, msgspec.Meta(ge=1)] = SCHEMA - 1
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -180,10 +170,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
     """Read a plan from its bytes; `source` names them in errors."""
-    data = {"schema": SCHEMA, **_decode(text, source)}
-    _check_schema(data, source)
+    data = _decode(text, source)
+    schema = data.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise PlanError(
+            f"{source} has schema {schema}; this evener reads up to {SCHEMA}.", "Update evener on this machine."
+        )
     try:
-        plan = msgspec.convert({**_BY_HAND, **data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
+        plan = msgspec.convert({**data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."
@@ -250,19 +244,6 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
     if not isinstance(data, dict):
         raise PlanError(f"{source} is not a plan: it has no keys.", "Give the file that --export wrote.")
     return data
-
-
-def _check_schema(data: dict[Any, Any], source: str) -> None:
-    schema = data.get("schema")
-    if isinstance(schema, bool) or not isinstance(schema, int):
-        raise PlanError(f"{source} has no whole number as `schema`.", "Make it again with evener balance --export.")
-    if schema > SCHEMA:
-        raise PlanError(
-            f"{source} has schema {schema}; this evener reads up to {SCHEMA}.",
-            "Update evener on this machine.",
-        )
-    if schema < 1:
-        raise PlanError(f"{source} has unsupported schema {schema}.", "The first schema is 1.")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:

@@ -327,7 +327,7 @@ def put(data: Any, path: str, value: Any) -> None:
         ("layout.surprise", 1, "surprise"),
         ("layout.share.0.surprise", 1, "surprise"),
         ("schema", SCHEMA + 1, f"schema {SCHEMA + 1}"),
-        ("schema", 0, "schema 0"),
+        ("schema", 0, "schema"),
         ("schema", True, "schema"),
         ("schema", "1", "schema"),
         ("schema", None, "schema"),
