@@ -7,6 +7,7 @@ as many on all ranks, because they meet in every pass where they log.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -20,14 +21,13 @@ from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
 from .torch_split.batch import OfPart, Part, make_parts, weigh_by_count
 from .torch_split.checks import check_memory
-from .torch_split.collectives import own_collectives
+from .torch_split.collectives import end_on_gpu, own_collectives
 from .torch_split.exchange import Exchange
 from .torch_split.planned import PlannedTraining
-from .torch_split.retry import Passes
 from .torch_split.wrapped import check_normalization
 
 try:
-    from .lightning_passes import LIGHTNING, PassFigures, check_module_loss, check_module_part
+    from .lightning_passes import LIGHTNING, PassFigures, check_module_loss, check_module_part, loss_of
 
     DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
     _DataLoaderIterDataFetcher = import_module(f"{LIGHTNING}.loops.fetchers")._DataLoaderIterDataFetcher
@@ -82,7 +82,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._turns: Iterator[Part] = iter(())  # that are left of it
         self._part: Part | None = None  # whose turn it is
         self._put_back: Callable[[], None] = lambda: None  # what it has logged
-        self._retry: Passes
+        self._retry = planned.passes
         self._exchanges: list[Exchange] = []  # of the model's gradients; none where others sum them
         self._figures: PassFigures
 
@@ -118,7 +118,6 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def prepare_figures(self) -> None:
         """Join what the module logs over ranks, and compute passes that run out of memory again."""
         self._figures = PassFigures(self.lightning_module, self.root_device, super().reduce, self._planned.timer)
-        self._retry = Passes(self._planned.rank, self.root_device, self._planned.reporter.note_retreat)
         self._retry.check = lambda part, rows: check_module_part(self, self._planned.weights, part, rows)
 
     def sum_by_shares(self) -> None:
@@ -130,17 +129,27 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._meet_on_hosts()
 
     def _meet_on_hosts(self) -> None:
-        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop waits for its GPU."""
-        loop = self._trainer.fit_loop.epoch_loop
-        stop = getattr(loop, _ASKS, None)  # Lightning before 2.6 doesn't ask
-        if stop is None:
-            return
-        group, trainer = dist.new_group(backend="gloo"), self._trainer
+        """Ask the first rank's host before each batch if it was sent SIGTERM: Lightning's loop waits for its GPU.
+
+        Lightning's handler meets the other ranks at once, which are in the sums of a step: here it only takes note. A
+        rank that is sent it alone ends by itself, a batch later.
+        """
+        loop, trainer, group = self._trainer.fit_loop.epoch_loop, self._trainer, dist.new_group(backend="gloo")
+        stop, connector = getattr(loop, _ASKS), trainer._signal_connector
+        own, noted = connector._sigterm_notifier_fn, list[None]()  # SIGTERM, and each question since
 
         def ask() -> None:
-            sent = torch.tensor([bool(trainer.received_sigterm)])
-            with own_collectives():
-                dist.broadcast(sent, 0, group=group)
+            handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+            handlers[:] = [(lambda *_: noted.append(None)) if each == own else each for each in handlers]
+            sent = torch.tensor([bool(noted or trainer.received_sigterm)])
+            try:
+                with own_collectives():
+                    dist.broadcast(sent, 0, group=group)
+            except RuntimeError as error:
+                end_on_gpu(error, self.root_device)  # where Lightning would first wait for sums that never end
+                raise
+            noted.extend([None] * bool(noted))
+            connector.received_sigterm |= bool(sent) or len(noted) > 2
             if sent:
                 stop()
 
@@ -274,7 +283,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def _share_loss(self, result: Any) -> Any:
         """A loss with the same gradients but the whole batch's figure, so that all ranks take the same decisions."""
-        loss = _loss_of(result)
+        loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
@@ -290,7 +299,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 self._put_back()
             elif not self.lightning_module.automatic_optimization:
                 return result
-            loss = _loss_of(self._take_next())
+            loss = loss_of(self._take_next())
             if self._part is not None:
                 if loss is None:
                     raise RequestError(
@@ -342,10 +351,6 @@ _MANUAL = (  # why a failed pass isn't computed again, and what to do
     "training_step takes the steps of its optimizers itself",
     "Use automatic optimization, or split.step in a loop of your own.",
 )
-
-
-def _loss_of(result: Any) -> Any:
-    return result["loss"] if isinstance(result, Mapping) else result
 
 
 def _refuse_other_strategy() -> None:

@@ -82,7 +82,11 @@ def _step(strategy: Any, batch: Any) -> Any:
     module = strategy.lightning_module
     arguments = module.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
     with strategy.precision_plugin.train_step_context():
-        result = module.training_step(*arguments.values())
+        return loss_of(module.training_step(*arguments.values()))
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in what training_step returns."""
     return result["loss"] if isinstance(result, Mapping) else result
 
 

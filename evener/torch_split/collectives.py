@@ -226,6 +226,13 @@ def end_when_stuck() -> None:
     Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
 
 
+def end_on_gpu(error: Exception, device: torch.device) -> None:
+    """End this process by an error, unless it is on a CPU: what is on its GPU's stream may never end."""
+    if device.type == "cuda":
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+
+
 @cache
 def end_with_others(device: torch.device) -> None:
     """Let this process end soon after another rank's error where NCCL would have it wait for that rank for minutes."""

@@ -74,9 +74,9 @@ def test_lightning_learns_what_one_process_learns(in_lightning: Any, name: str) 
             assert rank["metrics"] == pytest.approx(expected["metrics"], abs=1e-12)
 
 
-def test_lightning_asks_on_a_gpu_only_when_a_signal_ends_the_training(in_lightning: Any) -> None:
+def test_a_signal_within_a_step_ends_all_ranks_after_it_and_only_then_lightning_asks(in_lightning: Any) -> None:
     for rank in in_lightning[1][:2]:
-        assert rank["stopped"] == (2, 1, True)
+        assert rank["stopped"] == (3, 1, True)
 
 
 def test_lightning_on_two_gpus_learns_what_one_process_learns(trainer_ranks: Run, gpu_ranks: Run) -> None:

@@ -5,6 +5,8 @@ tests/support/rank_server.py runs the functions that take a folder and a rank.
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 import warnings
 from pathlib import Path
@@ -148,21 +150,23 @@ class Epochs(Ordered):
 
 
 def stop(split: Any, folder: str) -> tuple[int, int, bool]:
-    """Steps of a training whose first rank is sent SIGTERM before its third, how often Lightning asked, its end."""
-    asked, ask, advance = list[Any](), _TrainingEpochLoop._broadcast_sigterm_tensor, _TrainingEpochLoop.advance
+    """Steps of a training whose first rank is sent SIGTERM in its third, how often Lightning asked, its end."""
+    asked, ask = list[Any](), _TrainingEpochLoop._broadcast_sigterm_tensor
 
     def note(loop: Any) -> None:
         asked.append(loop)
         ask(loop)
 
-    def send(loop: Any, fetcher: Any) -> None:
-        loop.trainer._signal_connector.received_sigterm = split.rank == 0 and loop.trainer.global_step == 2
-        advance(loop, fetcher)
+    class Ended(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if split.rank == 0 and batch_idx == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
 
     trainer, ended = make_trainer(Program(), folder, devices=split.world, strategy=split.strategy()), False
-    with mock.patch.multiple(_TrainingEpochLoop, _broadcast_sigterm_tensor=note, advance=send):
+    with mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", note):
         try:
-            trainer.fit(Module(False), split.loader(points(64)))
+            trainer.fit(Ended(False), split.loader(points(64)))
         except SIGTERMException:
             ended = True
     return trainer.global_step, len(asked), ended
