@@ -114,7 +114,7 @@ def meet_neighbour(_: float) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         shares.append(split.rows)
         if number % 10 == 9:
-            works.append((number, split.rows, round(1e3 * split.timer.medians().work.own_work_s, 1)))
+            works.append((number, split.rows, round(1e3 * split.timer.medians()[0].own_work_s, 1)))
     if other is not None:
         other.leave()
     changes = [step for step in range(1, len(shares)) if shares[step] != shares[step - 1]]

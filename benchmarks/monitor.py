@@ -156,8 +156,9 @@ def _record(rank: int, step: int) -> LiveRecord:
         f"sim-{rank}-{('gtx1080ti', 'gtx1080')[rank % 2]}", rank, 600, 1100 * wave, 300, 0.1 * wave, 0.04 / wave
     )
     return LiveRecord(
-        "torch", "train.py", 1100 * wave, step, time.time(), (device,), 9e4 * wave, 0.1, f"training {rank // 2}",
-        rank % 2, 2, 0.15 * wave, 0.03, 0.002, 2500.0,
+        "torch", "train.py", 1100 * wave, step, time.time(), (device,), 9e4 * wave, 0.1,
+        training=f"training {rank // 2}", rank=rank % 2, world=2, step_s=0.15 * wave, step_spread=0.03, input_s=0.002,
+        plan_samples_per_second=2500.0,
     )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ import keras
 import tensorflow as tf
 
 from ..errors import DeviceError, RequestError
-from ..live.files import clean
-from ..live.reporter import Details
+from ..live.files import Details, clean
+from ..live.reporter import DeviceTimes
 from ..training.retreat import PassLimit, Retreat, say
 from .compatibility import COUNTS, PartKinds, overrides, warn_summed_metrics
 from .divisions import Cut
@@ -99,13 +99,22 @@ class Workers:
         self._other.assign(0)
         refuse_other(other)
 
-    def describe(self, promised: float) -> Details:
+    def describe(self, promised: float) -> tuple[Details, tuple[DeviceTimes]]:
         """This process' details for the monitor; `promised` is the rate that the plan expects, in samples/s."""
         work, step, spread = self.times.summarize()
-        group, changes = self.group, tuple(self.rebalancing.changes) if self.rebalancing else ()
-        figures = group.name, group.rank, group.size, promised, step, spread
-        found = Details(*figures, times=(work,), changes=changes, retreats=self.retreats, retreat=clean(self.retreat))
-        return found if self.noise is None else found._replace(noise=self.noise.scale())
+        details = Details(
+            training=self.group.name,
+            rank=self.group.rank,
+            world=self.group.size,
+            plan_samples_per_second=promised,
+            step_s=step,
+            step_spread=spread,
+            changes=tuple(self.rebalancing.changes) if self.rebalancing else (),
+            retreats=self.retreats,
+            retreat=clean(self.retreat),
+            noise=None if self.noise is None else self.noise.scale(),
+        )
+        return details, (work,)
 
     def note_retreat(self, retreat: Retreat) -> None:
         """A pass ran out of memory, and smaller ones follow."""

@@ -8,8 +8,9 @@ import keras
 import msgspec
 
 from ..errors import RequestError
+from ..live.files import Details
 from ..live.journal import TrainingJournal
-from ..live.reporter import Details, Reporter
+from ..live.reporter import DeviceTimes, Reporter
 from ..plan.check import describe
 from .multiworker import Workers
 from .tf_devices import driver_name
@@ -105,11 +106,11 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         now = {"batch": split.shares[rank], "micro": (split.cut.micros or split.shares)[rank]}
         return labels | {"devices": [msgspec.structs.replace(split.rank_shares[rank], **now)]}
 
-    def _describe(self) -> Details:
+    def _describe(self) -> tuple[Details, tuple[DeviceTimes, ...]]:
         """The times of a step in a process of a group; none where one process trains on all devices."""
         hooks = getattr(self.model.fit, "hooks", None)
         if hooks is None or not isinstance(hooks.engine, Workers):
-            return Details()
+            return Details(), ()
         plan = self._split.plan if self._split else None
         measured = plan is not None and plan.layout.engine in ("", hooks.engine.name)
         return hooks.engine.describe(plan.throughput.samples_per_second if plan and measured else 0.0)

@@ -64,17 +64,9 @@ class ShareChange(msgspec.Struct, frozen=True):
     reason: Text
 
 
-class LiveRecord(msgspec.Struct, frozen=True):
-    """The content of a file, version 2; its name says which process wrote it. Version 1 had the first six."""
+class Details(msgspec.Struct, frozen=True, kw_only=True):
+    """A training's figures besides its samples/s."""
 
-    framework: Text
-    workload: Text
-    samples_per_second: Rate  # over the last seconds of reporting, all devices of the process together
-    step: Count  # reports so far
-    updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
-    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # empty where it named none
-    tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
-    padding: Part = 0.0  # the part of the computed tokens that is padding
     training: Text = ""  # the same in all processes of one training
     rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1  # of this process; -1: it is alone, or unknown
     world: Count = 0  # processes of the training; 0: unknown
@@ -86,12 +78,25 @@ class LiveRecord(msgspec.Struct, frozen=True):
         tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)
     ] = ()  # of the shares, the last ones
     between_s: Rate = 0.0  # of a step, between the backward pass and the next batch, without the optimizer, median
-    due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
-    batch: Count = 0  # the last one begun when no step had ended in time
-    doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # the last one, in a sentence
     noise: NoiseScale | None = None  # of the training's gradient; null: unknown
+
+
+class LiveRecord(Details, frozen=True):
+    """The content of a file, version 2; its name says which process wrote it. Version 1 had the first six."""
+
+    framework: Text
+    workload: Text
+    samples_per_second: Rate  # over the last seconds of reporting, all devices of the process together
+    step: Count  # reports so far
+    updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
+    devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]  # empty where it named none
+    tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
+    padding: Part = 0.0  # the part of the computed tokens that is padding
+    due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
+    batch: Count = 0  # the last one begun when no step had ended in time
+    doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
 
     def late_seconds(self, at_seconds: float) -> float:
         """Seconds for which the next record has been due."""

@@ -22,15 +22,13 @@ import msgspec
 
 from ..errors import RequestError
 from ..plan.file import Share
-from ..training.noise_scale import NoiseScale
 from .files import (
-    MOST_CHANGES,
     MOST_DEVICES,
     MOST_KNOTS,
+    Details,
     Doing,
     LiveDevice,
     LiveRecord,
-    ShareChange,
     Training,
     clean,
     file_name,
@@ -85,24 +83,6 @@ LATE_SECONDS, LATE_STEPS = 2.5, 1.5  # since the last step, from which the proce
 Devices = Sequence[str | int | Share]
 
 
-class Details(NamedTuple):
-    """A training's figures besides its samples/s; fields are those of LiveRecord and LiveDevice."""
-
-    training: str = ""
-    rank: int = -1
-    world: int = 0
-    plan_samples_per_second: float = 0.0
-    step_s: float = 0.0
-    step_spread: float = 0.0
-    input_s: float = 0.0
-    times: Sequence[DeviceTimes] = ()  # of each device that is reported
-    changes: tuple[ShareChange, ...] = ()  # the last ones are kept
-    between_s: float = 0.0
-    retreats: int = 0
-    retreat: str = ""
-    noise: NoiseScale | None = None
-
-
 class _Point(NamedTuple):
     """The counts at a moment."""
 
@@ -115,15 +95,16 @@ class _Point(NamedTuple):
 class Reporter:
     """Counts one training's samples and reports them to the monitor; safe in threads and across forks.
 
-    `details` is asked whenever a file is written, and `journal` gets what is written. If no step ends in time, a thread
-    writes which batch the process is at and what it does, as `now` says.
+    `details`, and the times of each device that is reported, are asked for whenever a file is written; `journal` gets
+    what is written. If no step ends in time, a thread writes which batch the process is at and what it does, as `now`
+    says.
     """
 
     _serials = iter(range(1 << 29))
 
     def __init__(
         self,
-        details: Callable[[], Details] = Details,
+        details: Callable[[], tuple[Details, Sequence[DeviceTimes]]] = lambda: (Details(), ()),
         journal: TrainingJournal | None = None,
         now: Callable[[], tuple[int, Doing]] | None = None,
     ) -> None:
@@ -239,12 +220,10 @@ class Reporter:
         self, names: tuple[str, str], rates: tuple[float, float, float], devices: Devices, batches: Sequence[int] | None
     ) -> LiveRecord:
         rate, tokens_rate, padding = rates
-        details = self._details()._asdict()
-        described = _describe(devices, batches, rate, details.pop("times"))
-        changes = details.pop("changes")[-MOST_CHANGES:]
-        now = time.time()
-        record = LiveRecord(*names, rate, self._step, now, described, tokens_rate, padding, changes=changes)
-        return msgspec.structs.replace(record, **details, due_at=now + self._wait)
+        details, times = self._details()
+        now, described = time.time(), _describe(devices, batches, rate, times)
+        more = {"due_at": now + self._wait, **msgspec.structs.asdict(details)}
+        return LiveRecord(*names, rate, self._step, now, described, tokens_rate, padding, **more)
 
     def _write(self, record: LiveRecord) -> None:
         """Replace the last record, in the first folder that can be written; `_file` is None if none can."""

@@ -130,8 +130,8 @@ class Notebook:
         self._before = self._training.ranks.batches
 
     def _figures(self, shares: tuple[int, ...] | None = None) -> StepFigures:
-        times = self._training.timer.medians()
-        return StepFigures(shares or self._training.ranks.batches, times.work.own_work_s, times.step_s)
+        work, step = self._training.timer.medians()
+        return StepFigures(shares or self._training.ranks.batches, work.own_work_s, step.step_s)
 
     def leave(self) -> None:
         """Write the note."""

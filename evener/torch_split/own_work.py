@@ -16,13 +16,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..live.files import MOST_CHANGES, Doing, ShareChange, clean
+from ..live.files import MOST_CHANGES, Details, Doing, ShareChange, clean
 from ..live.journal import TrainingJournal
-from ..live.reporter import Details, DeviceTimes, Reporter, middle, spread, sum_up
+from ..live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ..plan.check import describe
 from ..training.retreat import Retreat, say
 from .collectives import own_collectives
@@ -89,16 +90,6 @@ class TimedStep(NamedTuple):
     input_s: float  # until the batch arrives
     step_s: float
     between_s: float  # from the backward pass until the next batch is asked for, without the optimizer's step
-
-
-class StepMedians(NamedTuple):
-    """The medians of the last steps, 0 for unknown ones; spreads are interquartile ranges over the median."""
-
-    work: DeviceTimes
-    input_s: float
-    step_s: float
-    between_s: float
-    step_spread: float
 
 
 class _Marked(NamedTuple):
@@ -209,13 +200,14 @@ class StepTimer:
                 self._clock.reuse([mark for _, mark in step.marks])
         return [step for step in list(self._steps)[-count:] if isinstance(step, TimedStep)]
 
-    def medians(self) -> StepMedians:
-        """The medians of the last steps."""
+    def medians(self) -> tuple[DeviceTimes, Details]:
+        """The medians of the last steps, 0 for unknown ones: of this device, and of the whole step."""
         steps = self.last()
         own, waiting, inputs, times, between = (
             [value for step in steps if not math.isnan(value := getattr(step, name))] for name in TimedStep._fields[1:]
         )
-        return StepMedians(sum_up(own, waiting), middle(inputs), middle(times), middle(between), spread(times))
+        work, step_s, step_spread = sum_up(own, waiting), middle(times), spread(times)
+        return work, Details(input_s=middle(inputs), step_s=step_s, step_spread=step_spread, between_s=middle(between))
 
     def _time(self, marked: _Marked) -> TimedStep:
         seconds, asked, marks = self._clock.seconds, marked.asked, marked.marks
@@ -292,24 +284,21 @@ class StepReporter:
         self._collect_retreats()
         self._reporter.close()
 
-    def _describe(self) -> Details:
+    def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
         self._collect_retreats()
-        now, times = self.shares, self._timer.medians()
-        return Details(
-            now.training,
-            now.rank,
-            now.world,
-            now.samples_per_second,
-            times.step_s,
-            times.step_spread,
-            times.input_s,
-            (times.work,),
-            tuple(self.changes),
-            times.between_s,
-            self.retreats,
-            clean(self.retreat),
-            None if self._noise is None else self._noise.scale(),
+        now, (work, step) = self.shares, self._timer.medians()
+        details = msgspec.structs.replace(
+            step,
+            training=now.training,
+            rank=now.rank,
+            world=now.world,
+            plan_samples_per_second=now.samples_per_second,
+            changes=tuple(self.changes),
+            retreats=self.retreats,
+            retreat=clean(self.retreat),
+            noise=None if self._noise is None else self._noise.scale(),
         )
+        return details, (work,)
 
 
 _timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()

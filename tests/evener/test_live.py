@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 
 from evener.errors import RequestError
 from evener.live import reporter as live
-from evener.live.files import LARGEST_FILE_BYTES, clean, file_name, prepare_folder, replace_file, start_ticks
-from evener.live.reporter import Details, DeviceTimes, Reporter, live_folders, read_trainings, report
+from evener.live.files import LARGEST_FILE_BYTES, Details, clean, file_name, prepare_folder, replace_file, start_ticks
+from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
 
 
@@ -216,13 +216,19 @@ def test_where_no_step_ends_a_process_says_what_it_is_at(folder: Path, monkeypat
     assert list(folder.iterdir()) == []
 
 
+def describe(times: tuple[DeviceTimes, ...]) -> tuple[Details, tuple[DeviceTimes, ...]]:
+    """A training of which nothing but its device's times is known."""
+    return Details(), times
+
+
 def test_a_rank_that_tells_its_own_work_has_the_plan_s_curve(folder: Path, clock: Clock) -> None:
     """The monitor's advice needs it; where own work isn't reported, or the curve is endless, the file goes without."""
     knots = ((0.0, 0.01), (64.0, 0.1))
     share = Share("GPU-a", 0, "a", 48, 1.0, micro=48, curve=knots, most=96)
     endless = msgspec.structs.replace(share, curve=tuple((float(rows), 0.1) for rows in range(65)))
-    for one, times, found in ((share, (DeviceTimes(0.1),), knots), (share, (), ()), (endless, (DeviceTimes(0.1),), ())):
-        reporter = Reporter(partial(Details, times=times))
+    own = (DeviceTimes(0.1),)
+    for one, times, found in ((share, own, knots), (share, (), ()), (endless, own, ())):
+        reporter = Reporter(partial(describe, times))
         train(reporter, clock, 2, devices=(one,))
         (training,) = read_trainings()
         assert [(live.curve, live.most) for live in training.devices] == [(found, 96)]

@@ -439,7 +439,7 @@ def measured(engine: str) -> tuple[list[str], float]:
     report = Report(split)
     report.set_model(split.build(regression))
     said = [str(each.message) for each in seen if each.category is SplitWarning]
-    return said, report._describe().plan_samples_per_second
+    return said, report._describe()[0].plan_samples_per_second
 
 
 def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def beside_same(split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **wor
         "logs": difference(beside, history),
         "learned": digest(many),
         "left": len(fuse.bombs),
-        "retreats": report._describe().retreats,
+        "retreats": report._describe()[0].retreats,
         "journal": [] if rank else read_lines(),
         "said": said.getvalue().splitlines(),
         "rows": rows,
