@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import PlanError
 from ..shares.whole_rows import whole_number
@@ -24,19 +24,19 @@ def check_fit(
     `devices` are the ids that are present, `world` the processes that take part, `global_batch` the samples per step
     if not the plan's own; None leaves a value unchecked. With `strict`, a warning is an error too.
     """
-    _check_kind(plan)
+    if plan.layout.traits.placed:  # says nothing about batches; that of a pack is each training's own
+        raise PlanError(
+            f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
+            "Place them in the script, or make a plan that splits with evener balance.",
+        )
     _check_world(plan, world, framework)
     check_global_batch(global_batch if global_batch is not None else plan.layout.global_batch, len(plan.layout.active))
-    warnings = [
-        *_missing_devices(plan, devices),
-        *_other_model(plan, workload_digest),
-        *_other_framework(plan, framework),
-    ]
+    warnings = tuple(_differences(plan, devices, workload_digest, framework))
     if strict and warnings:
         raise PlanError(
             " ".join(warnings), "Make a plan for what is here with evener balance, or don't ask for strict."
         )
-    return tuple(warnings)
+    return warnings
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
@@ -55,15 +55,6 @@ def describe(share: Share) -> str:
     return f"{share.name} ({share.device})" if share.name and share.name != share.device else share.device
 
 
-def _check_kind(plan: Plan) -> None:
-    """A plan that places a model's parts says nothing about batches; that of a pack is each training's own."""
-    if plan.layout.traits.placed:
-        raise PlanError(
-            f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
-            "Place them in the script, or make a plan that splits with evener balance.",
-        )
-
-
 def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
     expected = len(plan.layout.active)
     if world is None or world == expected:
@@ -73,33 +64,25 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
     note = f" ({left_out} of its devices {'is' if left_out == 1 else 'are'} left out)" if left_out else ""
     fault = f"The plan trains on {expected}: {names}{note}, but the training has {world}, one for each process."
     raise PlanError(
-        " ".join([*_other_framework(plan, framework), fault]),
+        " ".join([*_differences(plan, None, None, framework), fault]),
         f"Start {expected}, as evener launch does, or make a plan for {world}.",
     )
 
 
-def _missing_devices(plan: Plan, devices: Sequence[str] | None) -> list[str]:
-    if devices is None:
-        return []
-    missing = [describe(share) for share in plan.layout.active if share.device not in devices]
-    if not missing:
-        return []
-    here = ", ".join(devices) or "none"
-    return [f"The plan was measured on {', '.join(missing)}, not among the devices here: {here}."]
-
-
-def _other_model(plan: Plan, workload_digest: str | None) -> list[str]:
+def _differences(
+    plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
+) -> Iterator[str]:
+    """A sentence for each way in which this training isn't what was measured; None isn't compared."""
+    missing = [describe(share) for share in plan.layout.active if devices is not None and share.device not in devices]
+    if missing:
+        here = ", ".join(devices or ()) or "none"
+        yield f"The plan was measured on {', '.join(missing)}, not among the devices here: {here}."
     measured = plan.fingerprint.workload_digest
-    if workload_digest is None or not measured or workload_digest == measured:
-        return []
-    named = f", {plan.workload}" if plan.workload else ""
-    return [
-        f"The plan was measured with another model{named}: its digest is {measured}, this one's {workload_digest}."
-        " Measure this one with evener balance --workload FILE.py:FUNCTION."
-    ]
-
-
-def _other_framework(plan: Plan, framework: str | None) -> list[str]:
-    if framework is None or plan.framework in (framework, "none", ""):
-        return []
-    return [f"The plan was measured with {plan.framework}, but {framework} trains."]
+    if workload_digest is not None and measured not in ("", workload_digest):
+        named = f", {plan.workload}" if plan.workload else ""
+        yield (
+            f"The plan was measured with another model{named}: its digest is {measured}, this one's {workload_digest}."
+            " Measure this one with evener balance --workload FILE.py:FUNCTION."
+        )
+    if framework is not None and plan.framework not in (framework, "none", ""):
+        yield f"The plan was measured with {plan.framework}, but {framework} trains."
