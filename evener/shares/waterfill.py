@@ -22,10 +22,8 @@ import msgspec
 from .curves import Curve, PassCurve
 
 HALVINGS = 48  # of an interval of finish times: far below a nanosecond
-EXACT_DEVICES = 32  # up to this many, every k and quantum is tried; beyond, those that a sweep over tau finds
-SWEEP = 40  # finish times of one sweep
+EXACT_DEVICES = 32  # up to this many, a free batch has every quantum tried, and all finish times
 MOST_TIMES = 400  # finish times tried for a free batch
-LIKELY = 4  # numbers of devices that are solved for a rate, beyond them
 COARSE = 200  # quanta: for shares below this, one quantum more is tried
 ROUNDS = 8  # of adding a quantum to such shares
 
@@ -74,10 +72,11 @@ def split_fixed(
         forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
         return _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest]) if forced else None
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
-    counts = range(len(shares) - 1, fewest - 1, -1)
-    for k in counts if len(devices) <= EXACT_DEVICES else _likely(devices, costs, batch, quantum):
+    for k in range(len(shares) - 1, fewest - 1, -1):
         if least + costs[fewest] >= best.seconds:
             break  # fewer devices never finish earlier
+        if _reach(devices, k, best.seconds - costs[k], quantum) < batch:
+            continue
         found = _fixed_count(devices, k, batch, quantum, least, 0)
         if found is None:
             break
@@ -114,9 +113,11 @@ def smallest_reaching(
 ) -> Allocation | None:
     """The layout of the smallest global batch that reaches `rate` samples/s; None if none does."""
     devices = [device for device in devices if device.limit >= quantum]
-    crossings = sorted(_find_crossings(devices, costs, rate, quantum, fewest))
-    likely = crossings if len(devices) <= EXACT_DEVICES else crossings[:LIKELY]
-    found = [one for crossing in likely if (one := _just_reaching(devices, costs, rate, crossing, quantum))]
+    found: list[Allocation] = []
+    for crossing in sorted(_find_crossings(devices, costs, rate, quantum, fewest)):
+        least = rate * (crossing.early + costs[crossing.devices])  # samples
+        if least <= min((one.global_batch for one in found), default=math.inf):
+            found += filter(None, [_just_reaching(devices, costs, rate, crossing, quantum)])
     allowed = [one for one in found if limit is None or one.global_batch <= limit]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
         best = split_free(devices, costs, quantum, limit, fewest)  # may lie near a finish time
@@ -218,36 +219,10 @@ def _settled(
     return shares
 
 
-def _likely(devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int) -> list[int]:
-    """Numbers of devices worth solving: around the best that sweeps over the finish time find."""
-    early, late = 0.0, max(device.curve.seconds(device.limit) for device in devices)
-    best: tuple[float, int] = (math.inf, len(devices))
-    for _ in range(3):
-        grid = [early + (late - early) * (n + 1) / SWEEP for n in range(SWEEP)]
-        tried = [
-            (seconds + costs[k], seconds, k) for seconds in grid if (k := _count_for(devices, seconds, batch, quantum))
-        ]
-        if not tried:
-            break
-        cost, seconds, k = min(tried)
-        best = min(best, (cost, k))
-        step = (late - early) / SWEEP
-        early, late = max(0.0, seconds - step), seconds + step
-    return sorted({min(len(devices), max(2, best[1] + n)) for n in (-1, 0, 1)}, reverse=True)
-
-
-def _count_for(devices: Sequence[DeviceCurve], seconds: float, batch: int, quantum: int) -> int:
-    """The fewest devices that finish `batch` within `seconds`; 0 if all together don't."""
-    for k, total in enumerate(accumulate(sorted(_most(devices, seconds, quantum), reverse=True)), 1):
-        if total >= batch:
-            return k
-    return 0
-
-
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     """The times at which a curve bends, a device is full or has done a quantum; a part of them for many devices."""
     times = sorted({t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))})
-    most = MOST_TIMES if len(devices) <= EXACT_DEVICES else 2 * SWEEP
+    most = MOST_TIMES * EXACT_DEVICES // max(EXACT_DEVICES, len(devices))
     if len(times) > most:
         times = [times[round(n * (len(times) - 1) / (most - 1))] for n in range(most)]
     return times

@@ -109,7 +109,7 @@ def test_sorting_replaces_the_enumeration_of_subsets(shapes: list[Curve], base: 
 
 @pytest.mark.parametrize("unit", [1.0, 0.001])
 def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
-    """The sweep used beyond 32 devices finds what solving every count finds, in seconds and in milliseconds."""
+    """Counts of devices that can't be faster aren't solved; the best is that of all, in seconds and in milliseconds."""
     shapes = [Curve((0.0, 1.0), (unit * (2 + i % 7), unit * (3 + i % 7)), unit * (1 + (i % 5) / 3)) for i in range(40)]
     some = [DeviceCurve(i, curve, 500) for i, curve in enumerate(shapes)]
     cost = costs(len(some), unit, 0.4 * unit)
@@ -121,7 +121,7 @@ def test_many_devices_are_solved_as_well_as_few(unit: float) -> None:
         for seconds in [part[0] + cost[k]]
     )
     assert found is not None
-    assert found.seconds == pytest.approx(best, rel=0.002)
+    assert found.seconds == pytest.approx(best, rel=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
@@ -190,7 +190,7 @@ def test_a_capped_batch_keeps_to_its_cap(some: list[DeviceCurve], cap: int, quan
         assert found.samples_per_second >= whole.samples_per_second * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 80), (200, 80)])
+@pytest.mark.parametrize(("devices", "most"), [(3, 400), (32, 400), (33, 387), (200, 64)])
 def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: int) -> None:
     """Each once and in order, the first and the last kept: they are what a free batch's search takes long over."""
     steps = range(1, 16)
@@ -200,3 +200,9 @@ def test_finish_times_are_thinned_only_where_they_are_many(devices: int, most: i
     assert found == sorted(set(found))
     assert (found[0], found[-1]) == (min(every), max(every))
     assert len(found) == min(most, len(every))
+
+
+def test_no_devices_have_no_finish_times() -> None:
+    """A search in which each device has failed asks for them."""
+    assert waterfill.finish_times([], 1) == []
+    assert waterfill.split_free([], (0.0,)) is None
