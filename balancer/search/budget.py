@@ -30,8 +30,9 @@ LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
 PRICE = 0.05  # relative gain that all the time that is left should bring (budgets of 20 s and 40 s)
 FEWEST_STEPS = 5  # below it a probe is not worth its start (bursts)
-GROWS = 0.65  # of the budget: packs grow until then, and later turns follow
-LATER_TURNS_END_BY = 0.95  # of the budget: exploration and repeat turns stop here, as probes may overrun
+GROWS = 0.65  # of the budget: packs grow until then, and later turns follow (knobs whose children start, in 20 s)
+LATER_TURNS_END_BY = 0.95  # of the budget: exploration and later turns stop here, as probes may overrun
+# (at 1.0 the regret of 91 hard searches is 1.32 in place of 0.85 %)
 
 EXPLORES = 0.4  # of the budget, where packs and placements follow, whose children have to start; and of what is left,
 # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s). Half of that before

@@ -20,7 +20,7 @@ from .layouts import Candidate
 from .observations import Turns
 from .statistics import TIE, relative_error, student
 
-UNCLEAR = 0.03  # relative; a tie with a measured gap above this is reported as unclear
+UNCLEAR = 0.03  # relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
 PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
 DRIFT_WEIGHT = 4  # turns that this assumption counts for: two may agree by chance (95 % intervals of benchmarks.search)
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance

@@ -24,11 +24,9 @@ from .observations import Observations
 from .ranking import LEAST_RATE
 from .statistics import CLEAR, TIE, fit_rates, relative_error
 
-MISFIT = 0.01  # relative: the difference of a real step from any such cost, however well it was timed
-
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """One measured step; `error` is its relative standard error, at least MISFIT."""
+    """One measured step; `error` is its relative standard error, at least TIE: real steps differ from any such cost."""
 
     work: Work
     seconds: float
@@ -135,7 +133,7 @@ class TextModel:
             work, layout = _work(seen, position), seen.probe.layout
             if isinstance(seen, Timed) and work:
                 key = layout.shares[position], layout.pass_rows[position], layout.length
-                found[key] = WorkPoint(work, seen.step_seconds, max(relative_error(seen), MISFIT))
+                found[key] = WorkPoint(work, seen.step_seconds, max(relative_error(seen), TIE))
         return found
 
     @cached_property
