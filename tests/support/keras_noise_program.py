@@ -58,7 +58,7 @@ def train(split: Split) -> dict[str, Any]:
             weighted = sum(len(piece) * float(np.square(piece.mean(0)).sum()) for piece in pieces)
             expected = separate(sizes, weighted, float(np.square(np.concatenate(pieces).mean(0)).sum()))
             off += abs(kept[number] / expected - 1).tolist()
-    assert model.fit.hooks.engine.describe(0.0).noise == noise.scale()
+    assert model.fit.hooks.engine.describe(0.0)[0].noise == noise.scale()
     learned = []
     for each in (wanting, split):
         model = build(each, 0.1)
