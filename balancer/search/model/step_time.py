@@ -2,7 +2,7 @@
 
 The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a knee and straight
 after it, stairs, or a line bent through the points; each point's deviation is shrunk by the share that noise explains.
-Real step times may fall as the batch grows; the curve stays level there, and a split that contradicts it is repeated.
+Where step times fall as the batch grows, fewer rows count as what more of them take: nobody would give so few.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import median
 
 import msgspec
@@ -145,7 +145,7 @@ def _hinge(points: Sequence[Point], cut: int) -> Hinge:
     if len(rest) > 1:
         return Hinge(*rising_line(_weighted(rest), intercept_not_negative=False), level)
     left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
-    slope = max(0.0, (rest[0].seconds - level) / (rest[0].batch - left.batch))
+    slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
     return Hinge(level - slope * left.batch, slope, level)
 
 
@@ -173,14 +173,17 @@ def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int
     if line.knee > 0 and not bends:  # a knee that the points contradict would hide how time rises between two
         batches.add(line.knee)
     knots = sorted(batches)
-    times: list[float] = []
-    for batch in knots:
-        time = (line.flat if 0 < batch <= line.knee else line.seconds(batch)) * _bend_factor(bends, batch)
-        times.append(max(time, times[-1]) if times else max(time, 0.0))
+    steps = [line.flat if 0 < batch <= line.knee else line.seconds(batch) for batch in knots]
+    times = make_rising([step * _bend_factor(bends, batch) for step, batch in zip(steps, knots, strict=True)])
     slope = line.slope * (bends[-1][1] if bends else 1.0)
     if not bends and len(knots) == 1:
         knots, times = [0.0, 1.0], [times[0], max(times[0], line.seconds(1.0))]
     return Curve(tuple(knots), tuple(times), slope, simple, _typical_error(points))
+
+
+def make_rising(times: Sequence[float]) -> list[float]:
+    """The seconds at rising batches, none above those at a larger one (kernel_down, tol_jagged) or below 0."""
+    return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
 
 def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
