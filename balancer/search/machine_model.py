@@ -118,14 +118,14 @@ class MachineModel:
         return tuple(curves)
 
     def solo_points(self, position: int) -> tuple[Point, ...]:
-        """A device's solo points; those at rest beyond them, and with one device left all, as nothing contends."""
+        """A device's solo points, and those at rest or in splits beyond them; with one device left all (knee)."""
         device = self.devices[position]
         known = max((p.batch for p in device.alone), default=0) if len(self.live) > 1 else 0
-        return (*device.alone, *(p for p in device.at_rest if p.batch > known))
+        return (*device.alone, *(p for p in (*device.at_rest, *device.in_splits) if p.batch > known))
 
     def _split_points(self, position: int) -> tuple[Point, ...]:
         """A device's solo points, measured while the others work too, and the points of its own part of splits."""
-        return (*self.solo_points(position), *self.devices[position].in_splits)
+        return tuple(dict.fromkeys((*self.solo_points(position), *self.devices[position].in_splits)))
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
@@ -220,7 +220,7 @@ class MachineModel:
         return tuple(map(self._in_one_pass, range(len(self.devices))))
 
     def _in_one_pass(self, position: int) -> int:
-        wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.alone[position]
+        wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.in_splits[position]
         if not rows or rows >= wall or curve is None:
             return wall
         return most_in_one(curve, rows, wall, self.extra_seconds[position] or 0.0) // self.quantum * self.quantum
