@@ -147,16 +147,16 @@ def smallest_gain(tolerance: float) -> float:
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """`one` against `other`, from the turns that both took; from all turns if they have none in common."""
+    """`one` against `other`, from the turns that both took; from all pairs of turns if they have none in common."""
     common = sorted(one.keys() & other.keys())
     if common:
         pairs = [(one[turn], other[turn]) for turn in common]
-        ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
     else:
         pairs = [(a, b) for a in one.values() for b in other.values()]
-        ratios = [throughput(one).value / throughput(other).value - 1]
+    ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
     own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
-    return Difference(fmean(ratios), _pooled(own + PROBE_DRIFT**2, ratios), len(ratios))
+    value = fmean(ratios) if common else throughput(one).value / throughput(other).value - 1
+    return Difference(value, _pooled(own + PROBE_DRIFT**2, ratios), len(common) or max(len(one), len(other)))
 
 
 def throughput(turns: Turns) -> Interval:
