@@ -102,13 +102,13 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
     return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
 
 
-def same_measurement(one: Layout, other: Layout) -> bool:
-    """True if two layouts have equally many passes and shares too similar for a measurement to tell them apart."""
+def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
+    """True if two layouts have equally many passes and shares too near for a measurement to tell them apart."""
     if one.kind != other.kind or len(one.active) != len(other.active):
         return False
     if any(one.passes(i) != other.passes(i) for i in one.active):
         return False
-    return all(abs(a - b) <= TIE * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
+    return all(abs(a - b) <= near * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:

@@ -39,6 +39,7 @@ class Observations:
         self._settled: dict[Stage, list[Observation]] = {}
         self._others = MemoryOfOthers()
         self.gone: set[int] = set()  # devices that are no longer there
+        self._checked = False  # a winner was: from then on the race shows what devices do, too
         self._held: set[int] = set()  # devices of layouts in which one was held back
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
         self.explored_version = 0  # grows with everything that may change what is believed of devices
@@ -77,7 +78,8 @@ class Observations:
         self._settled.pop(stage, None)
         if isinstance(seen, Timed) and seen.held_back():
             self._held.update(active)
-        explored = stage in EXPLORATION or not self._held.isdisjoint(active)
+        self._checked = self._checked or stage == "check"
+        explored = stage in EXPLORATION or self._checked or not self._held.isdisjoint(active)
         self.explored_version += explored or not isinstance(seen, Timed)
 
     def _index(self, probe: Probe) -> None:
@@ -253,6 +255,11 @@ class Observations:
         seen = [one for stage in stages or ("race", "check") for one in self.in_stage(stage)]
         timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.shares[position]]
         return sorted(timed, key=lambda one: one.probe.turn)
+
+    def raced_splits(self, position: int) -> list[Timed]:
+        """The splits of the race and its checks in which the device took part, once a winner was checked."""
+        found = [(one, one.probe.layout) for one in (self.raced(position) if self._checked else ())]
+        return [one for one, layout in found if layout.kind == "split" and layout.by_rows and not layout.knobs]
 
     def why_gone(self, position: int) -> str:
         """The message that came when the device was lost; empty for one that is there."""

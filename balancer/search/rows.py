@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from evener.plan.layout import Knots
@@ -13,7 +13,8 @@ from ..families import device_counts
 from ..objectives import Objective, find_objective
 from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
-from .layouts import NO_CURVE, split_evenly
+from .layouts import NO_CURVE, same_measurement, split_evenly
+from .model.step_time import SAME_BATCH
 from .predictions import Predictions
 from .ranking import is_tolerable, smallest_gain, throughput
 from .solo_stage import SoloStage
@@ -157,7 +158,7 @@ class RowDevices(Predictions):
         found = list(self._smaller(chosen))
         gain = smallest_gain(self.problem.tolerance)
         if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + gain):
-            found.append(self.layout(fastest))
+            found.append(self._as_raced(self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]))
         return [layout for layout in found if self.bounds.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
@@ -165,17 +166,22 @@ class RowDevices(Predictions):
 
         Where exploration has measured the smallest good batch, another one like it isn't worth a race.
         """
-        raced = {one.probe.layout for one in self.seen.timed_race()}
-        turns = {layout: self.seen.turns(layout) for layout in {*raced, *self._split_rates()}}
+        ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
+        turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
         for part in PARTS:
             wanted = self.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
-            layout = self.layout(wanted)
+            layout = self._as_raced(self.layout(wanted), turns)
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
                 return
+
+    def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
+        """The layout, or the smallest that ran with shares so near that they are one point of every curve."""
+        near = (one for one in raced if same_measurement(one, layout, SAME_BATCH))
+        return min(near, key=lambda one: (one.global_batch, one.shares), default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""

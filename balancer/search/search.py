@@ -108,12 +108,13 @@ class Search:
         """What each part of the search would measure now, in the order in which they are asked; empty for nothing.
 
         The race is interrupted whenever exploration wants a probe and its part of the budget isn't spent. When it is
-        over, exploration may spend the rest of the budget.
+        over, exploration may spend the rest of the budget; so it may after a check, which adds to the curves.
         """
         again = self._seen.open_failures()
         same = tuple(probe for probe in again if probe.stage == again[0].stage)
         yield same if again and again[0].stage == "solo" else same[:1]
-        yield self._explore(self.budget)
+        if not self._seen.in_stage("check"):
+            yield self._explore(self.budget)
         if self.sharding is not None:
             yield self.sharding.next_probes()
         if self._why_none and not self.race.running:

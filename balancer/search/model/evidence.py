@@ -46,7 +46,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     solo = [one for one in by_rows if one.probe.layout.traits.alone]
-    splits = [one for one in by_rows if one.probe.layout.traits.together]
+    splits = [one for one in by_rows if one.probe.layout.traits.together] + store.raced_splits(position)
     in_passes = [one for one in solo if one.probe.layout.in_passes]
     at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
