@@ -18,7 +18,7 @@ from ..families import PACK, PackMode, family_of
 from ..objectives import find_objective
 from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
-from .decisions import Stop, explain_nobody, explain_probe
+from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
@@ -162,7 +162,11 @@ class Search:
             return Stop.BUDGET.value
         if self.race.tied:
             return Stop.TIED.value
-        return (Stop.SETTLED if len(found) > 1 else Stop.ONLY_ONE).value
+        if len(found) == 1:
+            return Stop.ONLY_ONE.value
+        best = self.best() if self.devices.by_rows else None
+        doubt = find_doubt(self.model, best) if best else ""
+        return f"{Stop.UNSURE.value}: {doubt}." if doubt else Stop.SETTLED.value
 
     # ------------------------------------------------------------------ what follows from the observations
 
