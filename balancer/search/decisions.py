@@ -83,13 +83,14 @@ def explain_nobody(model: MachineModel) -> str:
 def find_doubt(model: MachineModel, chosen: Result) -> str:
     """What makes a plan unsure that nothing left to measure should change, in words; empty if nothing does.
 
-    Of plans without a doubt 1.4 of 100 are over 3 % off, of those with the first 8, with the second 12 (hard families).
+    Of plans without a doubt 1.4 of 100 are over 3 % off, of those with one of them 12 (hard families).
     """
-    layout, rate = chosen.layout, chosen.throughput.value
+    layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:
         return ""
-    off = model.predicted_rate(layout) / rate - 1 if rate else 0.0
-    if off > -1 and abs(off) > UNCLEAR:
+    predicted = model.predicted_rate(layout)
+    off = predicted / rate.value - 1 if predicted and rate.value else 0.0
+    if abs(off) > UNCLEAR and not rate.low <= predicted <= rate.high:
         return f"it is {abs(off):.0%} {'slower' if off > 0 else 'faster'} than its devices' times for other shares say"
     for i in layout.active:
         memory = model.devices[i].memory

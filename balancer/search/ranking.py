@@ -155,8 +155,11 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
         pairs = [(a, b) for a in one.values() for b in other.values()]
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
     own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
-    value = fmean(ratios) if common else throughput(one).value / throughput(other).value - 1
-    return Difference(value, _pooled(own + PROBE_DRIFT**2, ratios), len(common) or max(len(one), len(other)))
+    assumed = own + PROBE_DRIFT**2
+    if common:
+        return Difference(fmean(ratios), _pooled(assumed, ratios), len(ratios))
+    value = throughput(one).value / throughput(other).value - 1
+    return Difference(value, max(math.sqrt(assumed), _pooled(assumed, ratios)), 1)
 
 
 def throughput(turns: Turns) -> Interval:

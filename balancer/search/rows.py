@@ -15,6 +15,7 @@ from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
 from .layouts import NO_CURVE, same_measurement, split_evenly
 from .model.step_time import SAME_BATCH
+from .observations import Turns
 from .predictions import Predictions
 from .ranking import is_tolerable, smallest_gain, throughput
 from .solo_stage import SoloStage
@@ -174,14 +175,23 @@ class RowDevices(Predictions):
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._as_raced(self.layout(wanted), turns)
+            if layout not in turns and (good := self._smallest_within(turns, leader, layout.global_batch)):
+                layout = good
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
                 return
 
+    def _smallest_within(self, turns: dict[Layout, Turns], leader: Turns, most: int) -> Layout | None:
+        """The smallest batch up to `most` that is as fast as the tolerance asks; None if no such batch ran."""
+        enough = (one for one, taken in turns.items() if is_tolerable(taken, leader, self.problem.tolerance))
+        found = [one for one in enough if one.global_batch <= most]
+        return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
+
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """The layout, or the smallest that ran with shares so near that they are one point of every curve."""
+        """The layout, or the nearest that ran if its shares are one point of every curve with the layout's."""
         near = (one for one in raced if same_measurement(one, layout, SAME_BATCH))
-        return min(near, key=lambda one: (one.global_batch, one.shares), default=layout)
+        batch = layout.global_batch
+        return min(near, key=lambda one: (abs(one.global_batch - batch), one.shares), default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""

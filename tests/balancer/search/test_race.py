@@ -216,12 +216,12 @@ def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
 
 @pytest.mark.parametrize("budget", [30.0, 60.0, None])
 def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -> None:
-    """Once where its figure is sure, and last, as only then is it known."""
+    """Once where its figure is sure, and when all else was measured; only what the check shows may race after it."""
     search, seen = searched(PAIR, PAIR.problem(budget_seconds=budget))
-    best = search.best()
+    best, stages = search.best(), [one.probe.stage for one in seen]
     assert best is not None
-    assert [one.probe.stage for one in seen].index("check") == len(seen) - 1
-    assert seen[-1].probe.layout == best.layout
+    assert set(stages[stages.index("check") :]) <= {"check", "race"}
+    assert [one.probe.layout for one in seen if one.probe.stage == "check"] == [best.layout]
 
 
 @pytest.mark.parametrize(("deviation", "budget"), [(0.002, None), (0.05, None), (0.05, 200.0), (0.3, 200.0)])
