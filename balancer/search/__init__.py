@@ -29,7 +29,8 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
    again (stage `check`): the reported figure is one that had no part in choosing it. If it is surely lower than all
-   turns before, the machine has changed, and others may win. Measurements of throttled devices count little.
+   turns before, the machine has changed, and others may win. What its devices took, then and in the race, adds to
+   their curves; what gains by that races too. Measurements of throttled devices count little.
 
 The `turn` of a probe counts rounds in the solo stage and turns in the race. `ranking` orders the layouts of the race;
 `best` also considers those that only exploration measured.

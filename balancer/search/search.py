@@ -113,7 +113,7 @@ class Search:
         again = self._seen.open_failures()
         same = tuple(probe for probe in again if probe.stage == again[0].stage)
         yield same if again and again[0].stage == "solo" else same[:1]
-        if not self._seen.in_stage("check"):
+        if not self._seen.timed(["check"]):
             yield self._explore(self.budget)
         if self.sharding is not None:
             yield self.sharding.next_probes()

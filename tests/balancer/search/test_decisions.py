@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 
+from evener.balancer.search.decisions import Stop, find_doubt
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Probe
 from evener.shares.curves import Cost
-from tests.support.search_machines import Bench
+from tests.support import machine_families_hard as hard
+from tests.support import search_trials as trials
+from tests.support.search_machines import Bench, searched
 from tests.support.text_machines import TextMachine
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -87,3 +91,27 @@ def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
         assert 20 <= len(sizes) <= 25
         for size, seconds in curve.points:
             assert seconds == pytest.approx(PAIR.own(position, size), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("times", "unsure"), [(1.0, ""), (1.02, ""), (1.1, "faster than its devices'"), (0.8, "slower")]
+)
+def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: str) -> None:
+    """By over 3 % and more than its interval."""
+    search, _ = searched(PAIR, PAIR.problem(budget_seconds=60.0))
+    best = search.best()
+    assert best is not None
+    figure = best.throughput
+    other = type(figure)(*(times * one for one in (figure.value, figure.low, figure.high)))
+    doubt = find_doubt(search.model, msgspec.structs.replace(best, throughput=other))
+    assert unsure in doubt
+    assert bool(unsure) == bool(doubt)
+
+
+def test_a_search_that_ran_out_of_memory_again_and_again_says_so() -> None:
+    """Such a device may hold more than its share; the search says that it is unsure, not settled."""
+    (case,) = (one for one in hard.cases("memory_bend", 17008) if one.mode == "free")
+    found = trials.run(case.machine, case.ask, case.seed)
+    assert not found.settled
+    assert "ran out of memory" in found.why
+    assert found.why.startswith(Stop.UNSURE.value)
