@@ -81,7 +81,7 @@ def explain_nobody(model: MachineModel) -> str:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """What makes a plan unsure that nothing left to measure should change, in words; empty if nothing does.
+    """The doubt about a plan that nothing left to measure is expected to change, in words; empty if there is none.
 
     Of plans without a doubt 1.4 of 100 are over 3 % off, of those with one of them 12 (hard families).
     """

@@ -259,7 +259,8 @@ class Observations:
     def raced_splits(self, position: int) -> list[Timed]:
         """The splits of the race and its checks in which the device took part, once a winner was checked."""
         found = [(one, one.probe.layout) for one in (self.raced(position) if self._checked else ())]
-        return [one for one, layout in found if layout.kind == "split" and layout.by_rows and not layout.knobs]
+        own = [(one, layout) for one, layout in found if layout.traits.together and not layout.traits.sharded]
+        return [one for one, layout in own if layout.by_rows and not layout.knobs]
 
     def why_gone(self, position: int) -> str:
         """The message that came when the device was lost; empty for one that is there."""

@@ -21,7 +21,7 @@ from .ranking import is_tolerable, smallest_gain, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
-PARTS = (1.0, 0.85, 0.5, 0.25)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
+PARTS = (1.0, 0.5)  # of the tolerance: if none holds, the fastest wins, with twice the batch (hosts, tol2)
 LIKELY_SETS = 2  # of efficient devices, that are raced
 SKETCHED = 24  # points of a curve for drawing
 MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
