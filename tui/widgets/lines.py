@@ -18,7 +18,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from ..base_app import UsesApp
-from ..view.cells import BLANK, Line, join_spans
+from ..view.cells import BLANK, Line, join_spans, to_ascii
 
 # theme variables of tones that have none of their own; classes of CSS would be matched again and again for each widget
 _VARIABLES = {
@@ -123,13 +123,13 @@ class Lines(UsesApp, Widget):
     def _draw(self, y: int, width: int) -> Strip:
         """A line, cut or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
-        cursor, styles = line.cursor, self._styles_by_tone
+        draws_ascii, cursor, styles = self.evener.ascii, line.cursor, self._styles_by_tone
         segments = []
         for text, tone, action in join_spans(line.spans):
             style = styles.get((tone, cursor)) or self._tone(tone, cursor)
             if action:
                 style += Style.from_meta({"@click": action})
-            segments.append(Segment(self.evener.shown(text), style))
+            segments.append(Segment(to_ascii(text) if draws_ascii else text, style))
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
