@@ -7,6 +7,7 @@ from enum import StrEnum
 from ..types import Layout, Probe, Problem, Result
 from .machine_model import MachineModel
 from .ranking import UNCLEAR
+from .statistics import CLEAR, relative_half_width
 
 WHY_SOLO = (
     "a first time",
@@ -90,7 +91,7 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
         return ""
     predicted = model.predicted_rate(layout)
     off = predicted / rate.value - 1 if predicted and rate.value else 0.0
-    if abs(off) > UNCLEAR and not rate.low <= predicted <= rate.high:
+    if abs(off) > max(UNCLEAR, CLEAR * relative_half_width(rate)):
         return f"it is {abs(off):.0%} {'slower' if off > 0 else 'faster'} than its devices' times for other shares say"
     for i in layout.active:
         memory = model.devices[i].memory
