@@ -146,6 +146,7 @@ class Race(Candidates):
         else:
             return None
         reserved = self._budget.least_seconds(due[0]) + (self._knobs_seconds if stage == "race" else 0.0)
+        reserved = 0.0 if settled else reserved  # for what else is to be raced
         if not self._budget.affords(due[0], stage, turn=turn, reserved=reserved):
             return None
         left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
