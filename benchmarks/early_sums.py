@@ -124,7 +124,7 @@ def summed(workload: Any, way: str) -> Iterator[None]:
         chosen = divide.get(way, divisions.divide_sums)
         stack.enter_context(patch(f"{group.__name__}.divide_sums", chosen))
         if way == "alone":
-            stack.enter_context(patch.object(workload.engine.split.required_group, "sum", keep))
+            stack.enter_context(patch.object(workload.steps.split.required_group, "sum", keep))
         yield
 
 

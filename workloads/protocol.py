@@ -6,7 +6,11 @@ it likes; `evener.balancer.probes` recognises such errors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -87,10 +91,59 @@ class Entry(msgspec.Struct, frozen=True):
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
-    home: str  # what builds it: "evener.workloads.keras_backend.models.classifiers:build_mnist"
+    home: str  # what builds it: "evener.workloads.keras_backend.models:build"
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
     largest_share: int | None = None  # its data can't make, or its kernels can't take, a larger batch
+    least: Mapping[str, int] = {}  # of settings
     placements: tuple[str, ...] = ()  # place layouts that it has; "single" is one device, as in a solo layout
     placement_devices: int = 2  # most devices that a placement uses
+
+
+def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are parameters of a function, or of a class."""
+    return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
+
+
+class MemoryMeter:
+    """The memory of this process, made before the model: its growth since then, as allocators on a CPU tell nothing.
+
+    GPUs have meters with the same three methods, by their framework's allocator.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+        _return_unused()
+        self._before = _status_bytes("VmRSS") or 0
+
+    def reset(self) -> None:
+        """Count from here on; memory that earlier sizes left unused is given back."""
+        _return_unused()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+
+    def read(self) -> tuple[int | None, ...]:
+        """The most bytes for each device; None where several share the process' memory, or the kernel doesn't say."""
+        peak = _status_bytes("VmHWM")
+        if self._devices != 1 or peak is None:
+            return (None,) * self._devices
+        return (max(0, peak - self._before),)
+
+    def release(self) -> tuple[int | None, ...]:
+        """Give back what isn't in use: the bytes kept on each device; None where that can't be done."""
+        return (None,) * self._devices
+
+
+def _return_unused() -> None:
+    """Give memory that was freed back to the system."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status_bytes(key: str) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None

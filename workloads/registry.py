@@ -27,19 +27,19 @@ _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences ma
 LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step is no training
 _MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 _GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
+_TOWERS = {"vocabulary": 20_000, "words": 800, "embedding": 50, "filters": 10, "kernel": 3, "dense": 64}
 _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
-def _model(name: str, home: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """A model of the backend that its name begins with; `home` is its module there and the function that builds it."""
+def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
+    """A model of the backend that its name begins with."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
-    return Entry(name, framework, f"{BACKENDS[framework]}.{home}", summary, source, settings, **limits)
+    return Entry(name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits)
 
 
 _TABLE = (
     _model(
         "keras_maxer",
-        "models:build_maxer",
         "the network that shows what GPUs of different sizes can do together (78,923,530 parameters)",
         _MAXER,
         {"learning_rate": 0.001},
@@ -47,7 +47,6 @@ _TABLE = (
     ),
     _model(
         "keras_mnist",
-        "models:build_mnist",
         "a small convolutional network, for CPUs",
         _MNIST,
         _MNIST_SETTINGS,
@@ -55,47 +54,36 @@ _TABLE = (
     ),
     _model(
         "keras_gru",
-        "models:build_gru",
         "four recurrent layers, whose step time is flat up to large batches",
         _GRU,
         {**_GRU_SETTINGS, "use_cudnn": "auto"},
     ),
     _model(
         "keras_resnet50",
-        "models:build_resnet50",
         "ResNet-50 on pictures of CIFAR's size",
         "the slides that squeeze more juice out of a single GPU by packing",
         {"side": 32, "classes": 10, "learning_rate": 0.001},
+        least={"side": 32, "classes": 2},  # as keras.applications has it
     ),
     _model(
         "keras_towers",
-        "two_tower:build",
         "ratings from reviews: two convolutional towers that can lie on two devices",
         "aistein/dlprof, DeepCoNN on two GPUs",
-        {
-            "vocabulary": 20_000,
-            "words": 800,
-            "embedding": 50,
-            "filters": 10,
-            "kernel": 3,
-            "dense": 64,
-            "learning_rate": 0.0001,
-        },
+        {**_TOWERS, "learning_rate": 0.0001},
+        least=dict.fromkeys(_TOWERS, 1),
         placements=("single", "towers", "alternate"),
     ),
-    _model("torch_maxer", "models:build_maxer", "keras_maxer's twin in PyTorch", _MAXER, {"learning_rate": 0.001}),
+    _model("torch_maxer", "keras_maxer's twin in PyTorch", _MAXER, {"learning_rate": 0.001}),
     _model(
         "torch_mnist",
-        "models:build_mnist",
         "keras_mnist's twin in PyTorch",
         _MNIST,
         _MNIST_SETTINGS,
         largest_share=LARGEST_MNIST,
     ),
-    _model("torch_gru", "models:build_gru", "keras_gru's twin in PyTorch", _GRU, _GRU_SETTINGS),
+    _model("torch_gru", "keras_gru's twin in PyTorch", _GRU, _GRU_SETTINGS),
     _model(
         "torch_text",
-        "models:build_text",
         "a small decoder-only language model on texts of unequal length",
         "made here; lengths are lognormal, tokens random",
         {
@@ -113,24 +101,23 @@ _TABLE = (
     ),
     _model(
         "torch_depth",
-        "models:build_depth",
         "a convolutional stack in two halves on two devices, plain and with micro-batches in flight",
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
+        least={"side": 32, "micro_batches": 2},  # five poolings
         placements=("single", "halves", "halves-micro"),
     ),
     _model(
         "torch_tiles",
-        "tiling:build",
         "images cut in 2 x 2 tiles on several devices, borders exchanged: exactly the whole image's result",
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
+        least={"side": 8},  # two poolings, and no tile is empty
         placements=("single", "tiles"),
         placement_devices=4,
     ),
     _model(
         "torch_dataparallel",
-        "models:build_mnist",
         "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
         "slides on several GPUs: nn.DataParallel",
         _MNIST_SETTINGS,
@@ -140,7 +127,7 @@ _TABLE = (
     Entry(
         "synthetic",
         "none",
-        "evener.workloads.synthetic:Synthetic",
+        "evener.workloads.synthetic:build",
         "spins the CPU for a given time and holds real memory; for tests and demos",
         "made here",
         {
@@ -200,7 +187,7 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
     The user's own workload takes any setting here: its function's signature decides when it is called.
     """
-    if _is_own(entry):
+    if ":" in entry.name:
         return dict(given)
     settings = dict(entry.settings)
     for key, value in given.items():
@@ -215,6 +202,8 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"The setting {key} of {entry.name} can't be {value!r}.",
                 f"It is {_article(kind)}, {settings[key]!r} by default.",
             ) from None
+        if key in entry.least and settings[key] < entry.least[key]:
+            raise RequestError(f"{entry.name} can't have {key}={settings[key]}.", f"Give {entry.least[key]} or more.")
     return settings
 
 
@@ -237,15 +226,16 @@ def build(name: str, place: Place, settings: Mapping[str, Any], framework: str =
     """Import the workload's module and build it at `place`; the framework is loaded here."""
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
+    if place.placement not in ("", "single"):
+        if place.placement not in entry.placements:
+            known = _listed(entry.placements, place.placement)
+            raise RequestError(f"There is no placement {place.placement!r}.", f"Choose one of {known}.")
+        if len(place.devices) < 2:
+            raise RequestError(f"The placement {place.placement} needs 2 devices.", "Name more with --devices.")
     module, _, attribute = entry.home.partition(":")
     make = getattr(import_module(module), attribute)
-    workload: Workload = make(name, place, chosen) if _is_own(entry) else make(place, chosen)
+    workload: Workload = make(name, place, chosen)
     return workload
-
-
-def _is_own(entry: Entry) -> bool:
-    """True if an entry is the user's own code."""
-    return ":" in entry.name
 
 
 def _listed(known: Iterable[str], wanted: str) -> str:

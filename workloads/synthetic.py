@@ -150,6 +150,11 @@ class Synthetic:
         return seconds
 
 
+def build(_name: str, place: Place, settings: Mapping[str, Any]) -> Synthetic:
+    """The workload at its place."""
+    return Synthetic(place, settings)
+
+
 def keep_busy(until: float) -> None:
     """Spin until `time.perf_counter()` is there."""
     while time.perf_counter() < until:

@@ -17,7 +17,7 @@ from evener.balancer.types import ModelState, Problem
 from evener.torch_shards import sharded
 from evener.torch_shards.unit import Ledger, choose_units, count_gathered
 from evener.torch_split import Split
-from evener.workloads.memory import MemoryMeter
+from evener.workloads.protocol import MemoryMeter
 
 WIDTH, BLOCKS = 128, 16  # 2.1 million parameters, 33.7 MB with gradients and AdamW's state
 SMALL, STEPS = 32, 3

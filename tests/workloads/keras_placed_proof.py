@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from evener.workloads.keras_backend import models
-from evener.workloads.keras_backend.two_tower import PlacedEngine, added, build, model, reviews
+from evener.workloads.keras_backend.models import build, reviews
+from evener.workloads.keras_backend.models import towers as model
 from evener.workloads.protocol import Place
 from tests.support.keras_twice import with_variables
 
@@ -26,10 +27,10 @@ def placed() -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for placement in ("towers", "alternate"):
         place = Place(TWO, placement=placement)
-        workload: Any = build(place, SMALL)
+        workload: Any = build("keras_towers", place, SMALL)
         start = [np.array(weight) for weight in workload.model.get_weights()]
-        answer[placement] = {"gradients": gradients(workload, start), "weights": trained(workload, start)}
-        answer[placement]["devices"] = devices_of(workload.engine)
+        answer[placement] = {"devices": devices_of(workload), "gradients": gradients(workload, start)}
+        answer[placement]["weights"] = trained(workload, start)
     answer["dense"] = by_hand()
     answer["resnet50"] = count_parameters(models.resnet50)
     return answer
@@ -45,17 +46,24 @@ def count_parameters(make: Callable[[], Any]) -> int:
 def gradients(workload: Any, start: list[Any]) -> float:
     """The largest difference of a gradient or of the prediction from those of one tape over the whole model."""
     x, y = reviews(12, SMALL["words"], SMALL["vocabulary"])
-    variables = [variable.value for variable in workload.model.trainable_variables]
+    found: list[Any] = []
 
-    loss, pairs = workload.engine.gradients([tf.constant(each) for each in x], tf.constant(y))
-    found = [tf.convert_to_tensor(total) for total in added(pairs, variables)]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def step() -> Any:
+        with patch.object(workload.model.optimizer, "apply_gradients", lambda pairs: found.extend(pairs)):
+            loss = workload.model.train_step(((tf.constant(x[0]), tf.constant(x[1])), tf.constant(y)))["loss"]
+        return loss, [tf.convert_to_tensor(gradient) for gradient, _ in found]
+
+    loss, gradients = step()
     plain = model(**SMALL)
     plain.set_weights(start)
     with tf.GradientTape() as tape:
         expected_loss = plain.compute_loss(y=tf.constant(y), y_pred=plain([tf.constant(each) for each in x]))
     own = [variable.value for variable in plain.trainable_variables]
     expected = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(expected_loss, own)]
-    return max(difference(one, other) for one, other in zip([loss, *found], [expected_loss, *expected], strict=True))
+    return max(
+        difference(one, other) for one, other in zip([loss, *gradients], [expected_loss, *expected], strict=True)
+    )
 
 
 def by_hand() -> float:
@@ -100,10 +108,12 @@ def trained(workload: Any, start: list[Any]) -> float:
     return max(difference(one, other) for one, other in zip(after, plain.get_weights(), strict=True))
 
 
-def devices_of(engine: PlacedEngine) -> dict[str, list[str]]:
+def devices_of(workload: Any) -> dict[str, list[str]]:
     """The devices of the traced forward operations by layer, and of the convolutions' and dense layers' gradients."""
     found: dict[str, set[str]] = {}
-    for operation in engine._function.get_concrete_function().graph.get_operations():
+    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(4, SMALL["words"], SMALL["vocabulary"]))
+    step = tf.function(workload.model.train_step, autograph=False).get_concrete_function((x, y))
+    for operation in step.graph.get_operations():
         layer = next((part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), "")
         if operation.type in ("Conv2D", "MaxPool", "MatMul", "Conv2DBackpropFilter", "MaxPoolGrad"):
             key = layer if layer and "Grad" not in operation.type else operation.type

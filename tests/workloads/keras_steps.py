@@ -13,7 +13,8 @@ import numpy as np
 from evener.balancer.probes.failures import error_is_memory, one_line
 from evener.keras_split import make_logical_cpus, model_digest
 from evener.workloads import registry
-from evener.workloads.keras_backend import batches, models
+from evener.workloads.keras_backend import models
+from evener.workloads.keras_backend import workload as keras_workload
 from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
@@ -155,7 +156,7 @@ def losses(workload: Any, shares: tuple[int, ...], steps: int, micro: tuple[int,
 def build(name: str, devices: int = 1, **place: Any) -> Any:
     """A workload with the same first weights each time."""
     keras.utils.set_random_seed(11)
-    batches.POOL_BYTES = 1 << 21  # to make 64 MiB takes half a second each time
+    keras_workload.POOL_BYTES = 1 << 21  # to make 64 MiB takes half a second each time
     settings = place.pop("settings", {})
     return registry.build(name, Place(tuple(f"CPU:{i}" for i in range(devices)), **place), settings)
 
@@ -187,7 +188,7 @@ def fed(folder: str, name: str) -> Callable[[], Any]:
     def action() -> None:
         workload = build(f"{path}:build")
         assert workload.data is not None
-        assert workload.facts()["rows"] == ("0" if name == "batches" else str(workload.data.count))
+        assert workload.facts()["rows"] == ("0" if name == "batches" else str(workload.data.rows))
         losses(workload, (5,), 9)
         if name in ("arrays", "weighted"):
             losses(workload, (50,), 2)

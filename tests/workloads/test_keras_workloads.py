@@ -123,8 +123,8 @@ def test_a_group_steps_together(seen: Any) -> None:
 def test_shares_that_cannot_be_are_refused(seen: Any) -> None:
     """No share for this process, too few shares, XLA over several devices, a wrong setting."""
     alone, together = seen("alone")[0], seen("together")[0]
-    assert "One device can't take the shares (0,)" in alone["no share"]
-    assert "2 shares for 3 devices" in together["shares"]
+    assert "can't step with the shares (0,)" in alone["no share"]
+    assert "can't step with the shares (3, 4)" in together["shares"]
     assert "XLA" in together["xla"]
     assert "use_cudnn can't be 'maybe'" in alone["bad cudnn"]
     assert all("can't step with the shares" in found["refused"] for found in seen("group"))

@@ -14,12 +14,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError, RequestError
+from evener.torch_rows.loader import StepListener
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.workloads import registry
+from evener.workloads.datasets import digits
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches
 from evener.workloads.torch_backend.batches import Batches, Data, PoolData
-from evener.workloads.torch_backend.models import GruNet, classifier, maxer, mnist, mnist_batch
+from evener.workloads.torch_backend.models import GruNet, as_tensors, classifier, maxer, mnist
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from evener.workloads.user_code import find_line
@@ -103,7 +105,7 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
         workload = TorchWorkload(
             Place(("CPU:0",), threads=1, precision=each),
             lambda: classifier(mnist(4, 16), 1e-3),
-            mnist_batch,
+            lambda rows: as_tensors(digits(rows)),
         )
         workload.prepare((32,))
         for _ in range(16):
@@ -118,7 +120,7 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
 
 
 def feed(data: Data, on_device: bool = False) -> Batches:
-    return Batches(data, torch.device("cpu"), on_device, begin=lambda _: None)
+    return Batches(data, torch.device("cpu"), on_device, StepListener())
 
 
 def numbers(rows: int) -> TensorDataset:

@@ -1,34 +1,29 @@
-"""The classifiers among the Keras models: keras_maxer, keras_mnist, keras_gru and keras_resnet50.
+"""The Keras models that ship with evener: classifiers, and ratings from reviews by two towers, on one device or two.
 
 All data are made in code. Sources are in the registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes
-from ..protocol import Place, Workload
+from ..protocol import Place, Workload, pick
 from .workload import KerasWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 CUDNN = {"auto": "auto", "true": True, "false": False}
-SMALLEST_SIDE = 32  # keras.applications takes no less
 SPARSE = "sparse_categorical_crossentropy"
-
-
-def build_maxer(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `learning_rate`."""
-    return KerasWorkload(place, partial(maxer, **settings), maxer_batch)
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
@@ -45,23 +40,12 @@ def maxer_batch(rows: int) -> tuple[Any, Any]:
     return x, np.eye(10, dtype=np.float32)[labels]
 
 
-def build_mnist(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `filters`, `dense`, `learning_rate`."""
-    return KerasWorkload(place, partial(mnist, **settings), digits)
-
-
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
     """Two convolutions and two dense layers."""
     blocks = [_convolution(filters), layers.MaxPooling2D(), _convolution(2 * filters), layers.MaxPooling2D()]
     head = [layers.Flatten(), layers.Dense(dense, activation="relu"), _softmax(10)]
     network = keras.Sequential([keras.Input((28, 28, 1)), *blocks, *head], name="mnist")
     return _compiled(network, learning_rate, SPARSE, metrics=["accuracy"])
-
-
-def build_gru(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `steps`, `features`, `units`, `layers`, `dense`, `classes`, `use_cudnn`."""
-    shape = {key: settings[key] for key in ("steps", "features", "classes")}
-    return KerasWorkload(place, lambda: gru(**settings), partial(sine_waves, **shape))
 
 
 def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
@@ -74,17 +58,6 @@ def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
     head = [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
     network = keras.Sequential([keras.Input((sizes["steps"], sizes["features"])), *stack, *head], name="gru")
     return _compiled(network, learning_rate, SPARSE, metrics=["accuracy"])
-
-
-def build_resnet50(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `side`, `classes`, `learning_rate`."""
-    side, classes = settings["side"], settings["classes"]
-    if side < SMALLEST_SIDE or classes < 2:
-        raise RequestError(
-            f"keras_resnet50 can't have side={side} and classes={classes}.",
-            f"side is {SMALLEST_SIDE} or more, classes 2 or more.",
-        )
-    return KerasWorkload(place, partial(resnet50, **settings), partial(stripes, side=side, classes=classes))
 
 
 def resnet50(side: int = 32, classes: int = 10, learning_rate: float = 0.001) -> Any:
@@ -106,3 +79,117 @@ def _softmax(classes: int) -> Any:
 def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> Any:
     network.compile(keras.optimizers.Adam(learning_rate), loss, jit_compile=False, **options)
     return network
+
+
+TOWERS = ("user", "item")
+TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
+
+
+def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The device of each operation (lookup, convolution, pool, flatten, dense) of the user's tower and the item's."""
+    first, second = place.devices[:2]
+    if place.placement == "towers":
+        return (first,) * 5, (first, *(second,) * 4)
+    return (first, second, first, second, first), (first, first, second, first, second)
+
+
+def towers(learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int) -> Any:
+    """DeepCoNN: a tower over the words of a user's reviews, one over those of an item's, and the rating, their product.
+
+    Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights are on its device;
+    the one table of words and its lookups stay on the first, as TensorFlow keeps them there.
+    """
+    words, kernel = sizes["words"], sizes["kernel"]
+    if words <= kernel:
+        raise RequestError(f"keras_towers can't have kernel={kernel} over words={words}.", "Give more words.")
+    table = layers.Embedding(sizes["vocabulary"], sizes["embedding"], name="words")
+    inputs, ends = [], []
+    for name, places in zip(TOWERS, devices or ((None,) * 5,) * 2, strict=True):
+        tower = [
+            table,
+            layers.Conv1D(sizes["filters"], kernel, activation="tanh", name=f"{name}_conv"),
+            layers.MaxPooling1D(2, strides=1, name=f"{name}_pool"),
+            layers.Flatten(name=f"{name}_flat"),
+            layers.Dense(sizes["dense"], activation="relu", name=f"{name}_dense"),
+        ]
+        flow = keras.Input((words,), dtype="int32")
+        inputs.append(flow)
+        for layer, device in zip(tower, places, strict=True):
+            with tf.device(device):
+                flow = layer(flow)
+        ends.append(flow)
+    rating = layers.Dot(axes=1, dtype="float32", name="rating")(ends)
+    network = keras.Model(inputs, rating, name="towers")
+    optimizer = DenseAdam if devices is None else AdamInPlace
+    network.compile(optimizer(learning_rate), "mean_squared_error", jit_compile=False)
+    return network
+
+
+class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
+    """Adam on the sum of what each word contributes to its row of the table, as a group of processes has it too.
+
+    Keras' own squares the contributions of a sparse gradient one by one: one device would then neither learn what a
+    group learns, nor be as quick, as it keeps a row for each word of the batch through every operation.
+    """
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Keras' own, on dense gradients; they come in the order of the weights."""
+        super().apply([None if each is None else tf.convert_to_tensor(each) for each in grads], trainable_variables)
+
+
+class AdamInPlace(DenseAdam):
+    """Adam that updates each weight on its own device, so that neither the weight nor its moments move."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's or of Keras'."""
+        weight = variable if isinstance(variable, tf.Variable) else variable.value
+        with tf.device(weight.device):
+            super().update_step(gradient, variable, learning_rate)
+
+
+def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
+    """Keras' train step with each tower's operations on the devices of `places`, and the rating on the first device."""
+    x, y = batch
+    ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
+    with tf.device(places[0][0]):
+        loss = model.compute_loss(x=x, y=y, y_pred=model.get_layer("rating")(ends))
+        # unlike a tape, this computes the gradient of an operation on its device
+        gradients = tf.gradients(model.optimizer.scale_loss(loss), [each.value for each in model.trainable_variables])
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return {"loss": loss}
+
+
+def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
+    """The end of a tower on these words, each operation on its device."""
+    for name, device in zip(("words", *(f"{tower}_{kind}" for kind in TOWER)), places, strict=True):
+        with tf.device(device):
+            flow = model.get_layer(name)(flow)
+    return flow
+
+
+def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
+    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how similar their words are."""
+    random = np.random.default_rng(rows)
+    taste = random.random((2, rows, 1))
+    ids = (vocabulary * random.random((2, rows, words)) ** (0.5 + 2 * taste)).astype(np.int32)
+    ratings = 5 - 4 * np.abs(taste[0] - taste[1])
+    return (ids[0], ids[1]), ratings.astype(np.float32)
+
+
+def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload of that name in the registry, at its place."""
+    make, batch = MODELS[name]
+    sample, make = partial(batch, **pick(batch, settings)), partial(make, **settings)
+    if place.placement in ("", "single"):
+        return KerasWorkload(place, make, sample)
+    places = tower_devices(place)
+    return KerasWorkload(place, partial(make, devices=places), sample, partial(placed_step, places))
+
+
+MODELS: Mapping[str, Any] = {  # and what makes their batches
+    "keras_maxer": (maxer, maxer_batch),
+    "keras_mnist": (mnist, digits),
+    "keras_gru": (gru, sine_waves),
+    "keras_resnet50": (resnet50, stripes),
+    "keras_towers": (towers, reviews),
+}

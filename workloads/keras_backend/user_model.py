@@ -16,8 +16,7 @@ from evener.errors import RequestError
 
 from .. import user_code
 from ..protocol import Place, Workload
-from .batches import Rows, Stream, as_training_data
-from .workload import KerasWorkload
+from .workload import Data, KerasWorkload, as_training_data
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
@@ -50,7 +49,7 @@ class UserModel:
             raise RequestError(f"The model of {self._name} isn't compiled.", "Call model.compile(optimizer, loss).")
         return self._model
 
-    def training_data(self) -> Rows | Stream | None:
+    def training_data(self) -> Data | None:
         """The data of the user's `training_data()`, if there is one; RequestError if it has lengths."""
         if self._own is not None and self._own.lengths is not None:
             raise RequestError(
@@ -88,7 +87,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
     x = keras.tree.map_structure(lambda each: _input(random, rows, each, model), inputs)
     outputs = keras.tree.flatten(answers)
     losses = _loss_names(model, len(outputs))
-    labels = [_label(random, rows, each, loss) for each, loss in zip(outputs, losses, strict=True)]
+    labels = [_label(rows, each, loss) for each, loss in zip(outputs, losses, strict=True)]
     return x, keras.tree.pack_sequence_as(answers, labels)
 
 
@@ -107,15 +106,14 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
     return random.standard_normal((rows, *shape)).astype(np.float32)
 
 
-def _label(random: Any, rows: int, tensor: Any, loss: str) -> Any:
+def _label(rows: int, tensor: Any, loss: str) -> Any:
+    """Labels of the first class, which every loss takes: 0 where they are numbers of classes, else its column is 1."""
     shape = _closed(tensor)
     if "sparse" in loss:
-        return random.integers(0, shape[-1], (rows, *shape[:-1]))
-    if "categorical" in loss:
-        return np.eye(shape[-1], dtype=np.float32)[random.integers(0, shape[-1], (rows, *shape[:-1]))]
-    if "binary" in loss or "hinge" in loss:
-        return random.integers(0, 2, (rows, *shape)).astype(np.float32)
-    return random.standard_normal((rows, *shape)).astype(np.float32)
+        return np.zeros((rows, *shape[:-1]), np.int64)
+    labels = np.zeros((rows, *shape), np.float32)
+    labels[..., :1] = 1
+    return labels
 
 
 def _closed(tensor: Any) -> tuple[int, ...]:

@@ -1,55 +1,139 @@
 """A Keras model and what it trains on as a workload, stepped as `fit` steps the user's training.
 
 One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host memory each step, by
-the pipeline and the train function of the training, unless the place says otherwise.
+the pipeline and the train function of the training, unless the place says otherwise. `sample_batch` is called once, for
+more rows than fit into a processor's caches, used again and again in a shuffled order; what the user's `training_data`
+gives is fed as a training would feed it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from evener.errors import RequestError
 from evener.keras_split.compatibility import all_layers, model_digest
+from evener.keras_split.data import ArrayBatches, array_rows, as_it_is
 from evener.keras_split.measuring import build_variables
+from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import make_logical_cpus
 
-from ..memory import GpuMemory, MemoryMeter
-from ..protocol import Place
-from .batches import Rows, SampleBatch, Stream, as_arrays, pool
-from .step_engines import SingleDeviceEngine, choose_engine
+from ..protocol import MemoryMeter, Place
+from .steps import Steps, TrainStep
+
+SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
+POOL_BYTES = 64 << 20
+FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
+
+
+class Data(NamedTuple):
+    """What to train on; `batches` are endless, global ones of a size, in the form that the split's steps take."""
+
+    batches: Callable[[Split, int], Any]
+    rows: int = 0  # of an epoch; 0: unknown
+
+
+def feed_rows(arrays: tuple[Any, ...], made: bool = False) -> Data:
+    """Data of arrays (x, y), or (x, y, weight); `made` are more of what a training has."""
+    length = array_rows(arrays)
+
+    def batches(split: Split, batch: int) -> Any:
+        rows = batch * max(1, length // batch)
+        return split.batches(ArrayBatches(arrays, batch, shuffle=True, rows=rows), endless=True)
+
+    return Data(batches, 0 if made else length)
+
+
+def feed_datasets(make: Callable[[int], Any], rows: int = 0) -> Data:
+    """Data of datasets, which `make` gives by the rows of a batch; RequestError where it gives something else."""
+
+    def batches(_: Split, batch: int) -> Any:
+        data = make(batch)
+        if not isinstance(data, tf.data.Dataset):
+            raise RequestError(
+                f"training_data() gives an object of type {type(data).__name__} for a batch of {batch}.",
+                "Give a tf.data.Dataset.",
+            )
+        shape = next((tf.nest.flatten(element)[0].shape for element in data.take(1)), [0])
+        found = int(shape[0]) if len(shape) else 0
+        if found != batch:
+            raise RequestError(
+                f"training_data() gives a batch of {found} rows instead of {batch}.",
+                "Batch by the size that it is called with, from a data set that has at least that many rows.",
+            )
+        whole = as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))
+        return data.filter(whole).repeat()
+
+    return Data(batches, rows)
+
+
+def pool(sample_batch: SampleBatch) -> Data:
+    """Rows made by `sample_batch`, within a limit of memory."""
+    few = as_arrays(sample_batch(2))
+    row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
+    count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
+    with tf.device("CPU:0"):
+        return feed_rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))), made=True)
+
+
+def as_training_data(given: Any) -> Data:
+    """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
+    if isinstance(given, tf.data.Dataset):
+        rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
+        return feed_datasets(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
+    if callable(given):
+        return feed_datasets(given)
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise RequestError(
+            f"training_data() gives an object of type {type(given).__name__}.",
+            "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that makes one of n-row batches.",
+        )
+    return feed_rows(as_arrays(given))
+
+
+def as_arrays(data: tuple[Any, ...]) -> Any:
+    """Nested arrays as numpy's, floats in Keras' float type, as fit converts them."""
+
+    def convert(each: Any) -> Any:
+        array = np.asarray(each)
+        return array.astype(keras.config.floatx(), copy=False) if array.dtype.kind == "f" else array
+
+    return keras.tree.map_structure(convert, tuple(data))
+
 
 BuildModel = Callable[[], Any]  # a compiled keras.Model
 
 
 class KerasWorkload:
-    """A compiled model at its place, stepped by one of `step_engines` or by an engine of its own.
+    """A compiled model at its place, stepped as `Steps` has it; `placed` replaces the step of one device.
 
     RequestError for a place that Keras can't serve.
     """
 
     def __init__(
-        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, engine: SingleDeviceEngine | None = None
+        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, placed: TrainStep | None = None
     ) -> None:
         self.place = place
         self.sample_batch = sample_batch
-        self.data: Rows | Stream | None = None  # None: a pool of what `sample_batch` makes
+        self.data: Data | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self._memory = MemoryMeter(len(place.devices), gpu_memory(place.devices) if self._on_gpus else None)
-        self.engine = engine or choose_engine(place)
-        with self.engine.scope():
+        self._memory = GpuMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+        self.steps = Steps(place, placed)
+        with self.steps.split.scope():
             self.model = build_model()
+            row = as_arrays(sample_batch(1))
             if not self.model.built:
-                self.model(as_arrays(sample_batch(1))[0])
-            build_variables(self.model, keras.utils.unpack_x_y_sample_weight(as_arrays(sample_batch(1))))
-        self.engine.attach(self.model, as_arrays(sample_batch(2)))
+                self.model(row[0])
+            build_variables(self.model, keras.utils.unpack_x_y_sample_weight(row))
+        self.steps.attach(self.model)
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
-        self._sent: Any = None  # a batch in the devices' memory
         self._batches: Any = None
         self._position = 0
         self._logs: Any = None
@@ -58,26 +142,22 @@ class KerasWorkload:
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
         self._memory.reset()
-        self._sent = self._batches = None
-        spans = self.engine.spans(tuple(shares), tuple(micro))
+        self._batches = None
+        self.steps.move(shares, micro)
         if self._on_gpus:
-            own = micro[self.place.rank : self.place.rank + 1] if self.place.world > 1 else micro
-            check_rows(self.model, max(own or (stop - start for start, stop in spans)))
+            check_rows(self.model, max(self.steps.own(micro or shares)))
         if self.place.input == "device":
-            self._sent = self.engine.send(self.engine.cut(as_arrays(self.sample_batch(spans[-1][1])), spans))
+            batch = as_arrays(self.sample_batch(sum(self.steps.own(shares))))
+            self._batches = repeat(self.steps.send(batch, shares))
         else:
             self.data = self.data or pool(self.sample_batch)
-            self._batches = iter(self.data.batches(self.engine.split, sum(shares)))
+            self._batches = iter(self.data.batches(self.steps.split, sum(shares)))
         self._position = 0
 
     def step(self) -> None:
         """Take an optimizer step on the next batch, with what `fit` does around it."""
         if self._position == 1 and self._on_gpus:
             self._memory.reset()  # the first step tried kernels out, which takes what is free
-        if self._sent is not None:
-            self._logs = self.engine.step(self._sent)
-            self._position += 1
-            return
         self._callbacks.on_train_batch_begin(self._position)
         self._logs = self.model.train_function(self._batches)
         self._callbacks.on_train_batch_end(self._position, self._logs)
@@ -108,27 +188,34 @@ class KerasWorkload:
         return {
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
-            "engine": self.engine.name,
+            "engine": self.steps.name,
             "parameters": str(self.model.count_params()),
             "digest": model_digest(self.model),
-            "rows": str(self.data.count if self.data is not None else 0),
+            "rows": str(self.data.rows if self.data is not None else 0),
             "batch_statistics": next(
                 (type(each).__name__ for each in layers if isinstance(each, keras.layers.BatchNormalization)), ""
             ),
         }
 
 
-def gpu_memory(devices: Sequence[str]) -> GpuMemory:
-    """TensorFlow's allocator on GPUs that it calls GPU:0, ..."""
+class GpuMemory:
+    """TensorFlow's allocator on GPUs that it calls GPU:0, ..., which keeps what it has."""
 
-    def reset() -> None:
-        for name in devices:
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = devices
+
+    def reset(self) -> None:
+        """Count from here on."""
+        for name in self._devices:
             tf.config.experimental.reset_memory_stats(name)
 
-    def read() -> tuple[int, ...]:
-        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in devices)
+    def read(self) -> tuple[int, ...]:
+        """The most bytes on each GPU."""
+        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._devices)
 
-    return GpuMemory(reset, read)
+    def release(self) -> tuple[None, ...]:
+        """Nothing can be given back."""
+        return (None,) * len(self._devices)
 
 
 def configure(place: Place) -> None:
@@ -157,7 +244,7 @@ class TooManyElementsError(MemoryError):
 
 def largest_rows(model: Any) -> int | None:
     """Rows at which the largest input or output of a layer reaches the limit; None where no shape is known."""
-    sizes = [prod(shape) for tensor in _tensors(model) if None not in (shape := tuple(tensor.shape[1:]))]
+    sizes = [math.prod(shape) for tensor in _tensors(model) if None not in (shape := tuple(tensor.shape[1:]))]
     return MOST_ELEMENTS // max(sizes) if sizes and max(sizes) else None
 
 

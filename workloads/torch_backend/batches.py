@@ -196,16 +196,14 @@ class PoolData(Data):
 class Batches:
     """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory, with `on_device`.
 
-    As each batch is taken, `begin` gets the rows of all ranks, as in a training.
+    `listener` hears of each batch as it is taken, as in a training.
     """
 
-    def __init__(
-        self, data: Data, device: torch.device, on_device: bool, begin: Callable[[Sequence[int]], None]
-    ) -> None:
+    def __init__(self, data: Data, device: torch.device, on_device: bool, listener: StepListener) -> None:
         self.data = data
         self._device = self._sent_to = device
         self._on_device = on_device
-        self._listener = _Begins(begin)
+        self._listener = listener
         self._loader: Loader | None = None
         self._steps: Iterator[Any] = iter(())
         self.rows = 0
@@ -262,16 +260,6 @@ class Batches:
         if not self._sampler.is_dealt:
             check_rows(pair, self.rows)
         return pair
-
-
-class _Begins(StepListener):
-    """Hears of the rows of all ranks as a step begins."""
-
-    def __init__(self, begin: Callable[[Sequence[int]], None]) -> None:
-        self._begin = begin
-
-    def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        self._begin(sizes)
 
 
 def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:

@@ -5,9 +5,8 @@ All data are made in code. Sources are in the registry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch.utils.data import Dataset
 from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes, text_lengths
-from ..protocol import Place, Workload
+from ..protocol import Place, Workload, pick
 from .batches import Data
+from .tiling import TilesNet, conv_blocks
 from .workload import Lay, Recipe, TorchWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
-GROUPS = 8  # of GroupNorm
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 
 
@@ -42,36 +41,6 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
     """Arrays (x, labels) as tensors; pictures come with their channels last and get them first."""
     x, labels = (torch.from_numpy(array) for array in batch)
     return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
-
-
-def lay_for(place: Place, choices: Mapping[str, Lay]) -> Lay | None:
-    """The placement of the model's parts; None for one device. RequestError for an unknown name or too few devices."""
-    if place.placement in ("", "single"):
-        return None
-    if place.placement not in choices:
-        *others, last = ("single", *choices)
-        raise RequestError(f"There is no placement {place.placement!r}.", f"Choose {', '.join(others)} or {last}.")
-    if len(place.devices) < 2:
-        raise RequestError(
-            f"The placement {place.placement} needs 2 devices; it has {len(place.devices)}.",
-            "Name more with --devices.",
-        )
-    return choices[place.placement]
-
-
-def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
-    """Blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
-    layers: list[nn.Module] = []
-    for before, after in pairwise(channels):
-        normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
-        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), normalise, nn.ReLU(), nn.MaxPool2d(2)]
-    return layers
-
-
-def build_maxer(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `learning_rate`."""
-    learning_rate = settings["learning_rate"]
-    return TorchWorkload(place, lambda: classifier(maxer(), learning_rate), lambda rows: as_tensors(grey_noise(rows)))
 
 
 def maxer() -> nn.Sequential:
@@ -92,13 +61,6 @@ def maxer() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(before, 10))
 
 
-def build_mnist(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place, also under nn.DataParallel; settings: `filters`, `dense`, `learning_rate`."""
-    network, learning_rate = (settings["filters"], settings["dense"]), settings["learning_rate"]
-    lay = lay_for(place, {"dataparallel": data_parallel})
-    return TorchWorkload(place, lambda: classifier(mnist(*network), learning_rate), mnist_batch, lay)
-
-
 def mnist(filters: int, dense: int) -> nn.Sequential:
     """Two convolutions and two dense layers: images (samples, 1, 28, 28) to logits (samples, 10)."""
     blocks: list[nn.Module] = []
@@ -106,11 +68,6 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
         blocks += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     head = (nn.Flatten(), nn.Linear(2 * filters * 7 * 7, dense), nn.ReLU(), nn.Linear(dense, 10))
     return nn.Sequential(*blocks, *head)
-
-
-def mnist_batch(rows: int) -> tuple[Tensor, Tensor]:
-    """Pictures (rows, 1, 28, 28) in 0 to 1 and their digits (rows,)."""
-    return as_tensors(digits(rows))
 
 
 def data_parallel(module: Any, devices: tuple[torch.device, ...]) -> Any:
@@ -124,17 +81,6 @@ def data_parallel(module: Any, devices: tuple[torch.device, ...]) -> Any:
             "On CPU slices, measure the split: it has a process for each.",
         )
     return nn.DataParallel(module, device_ids=list(devices))
-
-
-def build_gru(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `steps`, `features`, `units`, `layers`, `dense`, `classes`."""
-    shape = {key: settings[key] for key in ("features", "units", "layers", "dense", "classes")}
-    waves = {key: settings[key] for key in ("steps", "features", "classes")}
-    return TorchWorkload(
-        place,
-        lambda: classifier(GruNet(**shape), settings["learning_rate"]),
-        lambda rows: as_tensors(sine_waves(rows, **waves)),
-    )
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -155,24 +101,6 @@ class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
 FIRST_CHANNELS = (16, 32)
 SECOND_CHANNELS = (128, 256, 512)
 NORMS = ("group", "batch")
-SMALLEST_SIDE = 32  # five poolings
-
-
-def build_depth(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: `side`, `classes`, `norm`, `micro_batches`, `learning_rate`."""
-    pieces, side, classes = settings["micro_batches"], settings["side"], settings["classes"]
-    if pieces < 2 or side < SMALLEST_SIDE:
-        raise RequestError(
-            f"torch_depth can't have micro_batches={pieces} and side={side}.",
-            f"micro_batches is 2 or more, side {SMALLEST_SIDE} or more.",
-        )
-    placements: dict[str, Lay] = {"halves": DepthNet.lay, "halves-micro": partial(DepthNet.lay, micro_batches=pieces)}
-    return TorchWorkload(
-        place,
-        lambda: classifier(DepthNet(classes, settings["norm"]), settings["learning_rate"]),
-        lambda rows: as_tensors(stripes(rows, side, classes)),
-        lay_for(place, placements),
-    )
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
@@ -195,8 +123,6 @@ class DepthNet(nn.Module):  # type: ignore[misc]
 
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
         """Move the halves to the first two of `devices`; RequestError if they can't work so."""
-        if len(devices) < 2:
-            raise RequestError("The halves of torch_depth need two devices.", "Name two with --devices.")
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
                 "Batch normalisation over a micro-batch is not that over the batch.",
@@ -228,13 +154,6 @@ class DepthNet(nn.Module):  # type: ignore[misc]
 PADDING = 0  # the token that is none
 IGNORED = -100  # the target that cross-entropy leaves out
 EXPANSION = 4  # of the width, in a block's dense layer
-
-
-def build_text(place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload at its place; settings: the sizes of `Decoder` and `Texts`, and `learning_rate`."""
-    model = {key: settings[key] for key in ("vocabulary", "longest", "width", "layers", "heads")}
-    texts = {key: settings[key] for key in ("rows", "median", "sigma", "longest", "vocabulary", "seed")}
-    return TorchWorkload(place, lambda: make_recipe(model, texts, settings["learning_rate"]))
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
@@ -309,3 +228,29 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         states = states + self.join(seen.transpose(1, 2).flatten(2))
         added: Tensor = states + self.dense(self.between(states))
         return added
+
+
+def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
+    """The workload of that name in the registry, at its place."""
+    learning_rate = settings["learning_rate"]
+    if name == "torch_text":
+        texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)
+        return TorchWorkload(place, texts)
+    make, batch, placements = MODELS[name]
+    lay = placements.get(place.placement)
+    return TorchWorkload(
+        place,
+        lambda: classifier(make(**pick(make, settings)), learning_rate),
+        lambda rows: as_tensors(batch(rows, **pick(batch, settings))),
+        lay and partial(lay, **pick(lay, settings)),
+    )
+
+
+MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping[str, Lay]]] = {
+    "torch_maxer": (maxer, grey_noise, {}),
+    "torch_mnist": (mnist, digits, {}),
+    "torch_gru": (GruNet, sine_waves, {}),
+    "torch_depth": (DepthNet, stripes, {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay}),
+    "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
+    "torch_dataparallel": (mnist, digits, {"dataparallel": data_parallel}),
+}  # with what makes their batches, and their placements

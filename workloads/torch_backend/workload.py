@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import count_passes, gradient_weight, split_passes
+from evener.torch_rows.loader import StepListener
 from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_rows.structure import DealtBatch
 from evener.torch_split.batch import make_parts
@@ -33,8 +34,7 @@ from evener.torch_split.retry import Passes
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.training.dealing import Dealer
 
-from ..memory import GpuMemory, MemoryMeter
-from ..protocol import Place
+from ..protocol import MemoryMeter, Place
 from .batches import Batches, Data, PoolData, SampleBatch, as_pair
 from .shards import RecipeShards
 
@@ -80,7 +80,7 @@ BuildRecipe = Callable[[], Recipe]
 Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and returns what to call
 
 
-class TorchWorkload:
+class TorchWorkload(StepListener):
     """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve.
 
     `lay` puts the module's parts on the place's devices, all of one process; without it there is one device.
@@ -93,7 +93,7 @@ class TorchWorkload:
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self._memory = MemoryMeter(len(self.devices), gpu_memory(self.devices) if _on_gpu(self.device) else None)
+        self._memory = GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -261,10 +261,11 @@ class TorchWorkload:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
             data = self.recipe.data or PoolData(cast(SampleBatch, self._sample_batch), self.device.type)
-            self._batches = Batches(data, self.device, self.place.input == "device", self._begin)
+            self._batches = Batches(data, self.device, self.place.input == "device", self)
         return self._batches
 
-    def _begin(self, sizes: Sequence[int]) -> None:
+    def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
+        """A step begins, of which the ranks have these rows."""
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
@@ -298,22 +299,26 @@ class TorchWorkload:
                     self._waits = Waits(self._model.exchange, GpuClock())
 
 
-def gpu_memory(devices: Sequence[torch.device]) -> GpuMemory:
+class GpuMemory:
     """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what was before."""
 
-    def reset() -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+
+    def reset(self) -> None:
+        """Count from here on."""
         torch.cuda.empty_cache()
-        for device in devices:
+        for device in self._devices:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def read() -> tuple[int, ...]:
-        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in devices)
+    def read(self) -> tuple[int, ...]:
+        """The most bytes on each GPU."""
+        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._devices)
 
-    def release() -> tuple[int, ...]:
+    def release(self) -> tuple[int, ...]:
+        """Free the allocator's cache; the bytes kept on each GPU."""
         torch.cuda.empty_cache()
-        return tuple(int(torch.cuda.memory_reserved(device)) for device in devices)
-
-    return GpuMemory(reset, read, release)
+        return tuple(int(torch.cuda.memory_reserved(device)) for device in self._devices)
 
 
 def check_place(place: Place, placed: bool = False) -> None:

@@ -1,0 +1,143 @@
+"""The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
+
+They are those of evener's own `Split`, so a step is the train function that `fit` runs, on its batches. With
+`--input device` the same step takes a batch that lies in the devices' memory already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from evener.errors import RequestError
+from evener.keras_split.keras_step import OwnRows, count_rows, join_rows
+from evener.keras_split.rebalancing import ChangingCut
+from evener.keras_split.split import Split
+from evener.keras_split.towers import Towers
+
+from ..protocol import Place
+
+TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
+
+
+class Steps:
+    """A model's steps by a `Split`, by another one for other devices, and another in passes; each is traced once.
+
+    `placed` is the step of a workload that lays its own parts on several devices. Making this starts TensorFlow.
+    RequestError for what TensorFlow can't do at the place.
+    """
+
+    def __init__(self, place: Place, placed: TrainStep | None = None) -> None:
+        self.place = place
+        self._placed = placed
+        self._devices = place.peers if place.world > 1 else place.devices
+        several = len(self._devices) > 1
+        if place.xla and several:
+            raise RequestError("XLA can't compile a step over several devices.", "Leave --xla out for a split.")
+        if place.world > 1:
+            workers = {"cluster": {"worker": list(place.peers)}, "task": {"type": "worker", "index": place.rank}}
+            os.environ["TF_CONFIG"] = json.dumps(workers)
+        self.name = "placed" if placed else "multiworker" if place.world > 1 else "towers" if several else "solo"
+        self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}  # by devices, and whether in passes
+        self.split = self._make_split(self._devices, [1] * len(self._devices), ())
+
+    def _make_split(self, devices: tuple[str, ...], shares: Sequence[int], micro: Sequence[int]) -> Split:
+        if self.name == "placed":
+            return Split(devices=devices[:1])
+        engine = "towers" if micro and self.name == "solo" else self.name
+        split = Split(devices=devices, engine="auto" if engine == "solo" else engine)
+        split.survives = False  # a probe finds what fits
+        if split.engine != "solo":
+            split.cut = ChangingCut(shares, micro)
+        return split
+
+    def attach(self, model: Any) -> None:
+        """Make the model train so; a group starts from the first rank's weights."""
+        self.model = model
+        model.jit_compile = self.place.xla
+        self._take(self._devices, passes=False)
+
+    def _take(self, devices: tuple[str, ...], passes: bool) -> None:
+        """Train by the split that is made for these devices, or by the one that was."""
+        model, split = self.model, self.split
+        if (devices, passes) not in self._made:
+            split.model(model)
+            if self._placed is not None:
+                model.train_step = partial(self._placed, model)
+            model.make_train_function(force=True)
+            if self.place.input == "device":  # without a look at the first batch, which towers have in pieces
+                if self.name == "towers":
+                    model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
+                type(model).make_train_function(model, force=True)
+            self._made[devices, passes] = split, model.train_function
+        self.split, model.train_function = self._made[devices, passes]
+
+    def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
+        """Step on these shares from now on, in passes with `micro`; RequestError for shares of other devices."""
+        place = self.place
+        if micro and (self._placed or place.xla or place.input == "device"):
+            raise RequestError("Placements, XLA and --input device take no passes.", "Give --micro off.")
+        if self._placed:
+            return
+        if len(shares) != len(self._devices) or not any(self.own(shares)):
+            raise RequestError(
+                f"Rank {place.rank} can't step with the shares {tuple(shares)}.",
+                "Give one for each device; in a group, each process needs one above 0.",
+            )
+        devices = tuple(name for name, share in zip(self._devices, shares, strict=True) if share)
+        sizes = [[rows for rows in each if rows] for each in (shares, micro)]
+        if (devices, bool(micro)) not in self._made:
+            self.split = self._make_split(devices, *sizes)
+        self._take(devices, bool(micro))
+        if isinstance(self.split.cut, ChangingCut):
+            self.split.cut.change(*sizes)
+
+    def own(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes above 0 of this process' devices; of parts that lie on several, one for all."""
+        if self._placed is not None:
+            return [sum(sizes)]
+        place = self.place
+        return [size for size in (sizes[place.rank : place.rank + 1] if place.world > 1 else sizes) if size]
+
+    def send(self, batch: Any, shares: Sequence[int]) -> Any:
+        """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is computed once."""
+        own = self.own(shares)
+        if self.name == "towers":
+            x, y = batch
+            edges = zip(self.split.devices, pairwise([0, *accumulate(own)]), strict=True)
+            pieces = [_put(slice_rows(x, *edge), tf.device(device)) for device, edge in edges]
+            return [*pieces, _put(y, self.split.scope())]
+        sent = _put(batch, self.split.scope())
+        if self.name != "multiworker":
+            return sent
+        rows = tf.constant(sum(shares), tf.int64)
+        whole = keras.tree.map_structure(lambda each: tf.gather(each, tf.range(rows) % own[0]), sent)  # for metrics
+        return OwnRows(sent, tf.constant(own[0], tf.int64), rows, whole)
+
+
+def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
+    """The step of towers on a piece of x for each device, and the labels of all."""
+    *pieces, y = batch
+    sizes = [count_rows(piece) for piece in pieces]
+    return towers.train_on_pieces(list(zip(pieces, sizes, strict=True)), tf.add_n(sizes), join_rows(pieces), y, None)
+
+
+def slice_rows(data: Any, start: int, stop: int) -> Any:
+    """Rows `start` to `stop` of nested arrays."""
+    return keras.tree.map_structure(lambda array: array[start:stop], data)
+
+
+def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
+    """Nested arrays as tensors on the scope's device, from host memory."""
+    with tf.device("CPU:0"):
+        loaded = keras.tree.map_structure(tf.convert_to_tensor, data)
+    with scope:
+        return keras.tree.map_structure(tf.identity, loaded)
