@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..plan.check import check_global_batch
+from ..shares.whole_rows import batch_in_one_pass, largest_pass
 from .callbacks import group_callbacks, save_whole
 from .compatibility import (
     CHECKS,
@@ -45,50 +45,40 @@ from .measuring import measure_first
 
 
 class FitHooks:
-    """Methods that replace a model's own so that an engine trains it; `batches` is the split's.
+    """Methods that replace a model's own so that a split's `engine` trains it; without one, it is Keras' on one device.
 
-    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays. With
-    passes, `pass_rows` are the rows of the largest, and `evaluated` those of a batch to evaluate.
+    `batch` and `samples` are those of a step and an epoch of the running fit, where it is known from arrays.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        devices: Sequence[str],
-        global_batch: int | None,
-        batches: Callable[..., Any],
-        plan_batch: int | None = None,
-        pass_rows: int | None = None,
-        evaluated: int | None = None,
-    ) -> None:
+    def __init__(self, model: Any, engine: Any, split: Any) -> None:
         self.engine = engine
-        self.model = engine.model
-        self.group: Any = getattr(engine, "group", None)
-        self.devices = devices
-        self.global_batch = global_batch
+        self.model = model
+        self.split = split
+        self.group: Any = split.group
         self.batch: int | None = None
         self.samples: int | None = None
-        self._batches = batches
-        self._pass_rows = pass_rows
-        self._evaluated = evaluated
-        self._plan_batch = plan_batch  # until a fit has been warned of another one
+        self._plan_batch = split.global_batch if split.plan else None  # until a fit has been warned of another one
         self._starts = False  # a fit begins
+        micros = split.cut.micros
+        self._pass_rows = largest_pass(split.shares, micros) if micros else None  # rows of the largest pass, if any,
+        # and of the largest batch that is one pass on each device, to evaluate
+        self._evaluated = max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
-        model, engine = self.model, self.engine
+        model, engine, kind = self.model, self.engine, self.split.engine
         for name in ("train_step", "test_step", "predict_step"):
             own = not hasattr(engine, name) or (name != "train_step" and overrides(model, name))
             setattr(model, name, functools.partial(self._own_step, name) if own else getattr(engine, name))
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
-        if engine.name == "multiworker":
+        if kind == "multiworker":
             model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
             model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
             for name in ("save", "save_weights"):
                 setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
-        if engine.name != "solo" and model._call_has_training_arg:
+        if kind != "solo" and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
@@ -105,24 +95,24 @@ class FitHooks:
 
     def _own_step(self, name: str, data: Any) -> Any:
         """The model's own step: on the whole batch, on the device that has the weights."""
-        with tf.device(None if self.group else self.devices[0]):
+        with tf.device(None if self.group else self.split.devices[0]):
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make a function as Keras does, without XLA, which is for one device; refuse what the engine can't do."""
-        model, engine = self.model, self.engine.name
+        model, kind = self.model, self.split.engine
         if name == "make_train_function":
             if self._pass_rows is not None:
                 check_passes(model, self._pass_rows)
-            CHECKS[engine](model)
+            CHECKS[kind](model)
             if self.group is not None and model.train_function is None and not self._starts:
                 self._share_weights()
             self._starts = False
         elif name == "make_test_function" and self.group is not None:
-            check_test_step(model, engine)
+            check_test_step(model, kind)
             if model.test_function is None:
                 self._share_weights()
-        if model.jit_compile and not (engine == "solo" and self.devices[0].endswith(":0")):
+        if model.jit_compile and not (kind == "solo" and self.split.devices[0].endswith(":0")):
             model.jit_compile = False
         function = name.removeprefix("make_")
         before = getattr(model, function)
@@ -134,16 +124,16 @@ class FitHooks:
     def _wrap(self, name: str, function: Any) -> Any:
         """Keras' function of some steps with what the engine does before and after them."""
         engine, training = self.engine, name == "train_function"
-        if training and engine.name == "multiworker":
+        if training and self.split.engine == "multiworker":
             function = engine.after_steps(function)
         of_engine = training or (name == "test_function" and not overrides(self.model, "test_step"))
-        if not of_engine or not hasattr(engine, "kinds"):
+        if engine is None or not of_engine:
             return function
-        return measure_first(engine, self.group.device if self.group else self.devices[0], training, function)
+        return measure_first(engine, self.group.device if self.group else self.split.devices[0], training, function)
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
         """`keras.Model.fit`; the default batch size is the split's global batch."""
-        (check_compiled if self.engine.name == "solo" else check_step)(self.model)
+        (check_compiled if self.split.engine == "solo" else check_step)(self.model)
         call = self._bind("fit", arguments, keywords)
         chosen = call.arguments
         self._build(chosen["x"])
@@ -162,7 +152,7 @@ class FitHooks:
         call = self._bind("evaluate", arguments, keywords)
         chosen = call.arguments
         self._build(chosen["x"])
-        size = chosen["batch_size"] or self._evaluated or self.global_batch
+        size = chosen["batch_size"] or self._evaluated or self.split.global_batch
         if isinstance(chosen["x"], tf.data.Dataset):
             chosen["x"] = batch_samples(chosen["x"], size, _inputs(self.model))
         elif are_arrays(chosen["x"]) and "_use_cached_eval_dataset" not in chosen.get("kwargs", {}):
@@ -207,7 +197,9 @@ class FitHooks:
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
         """Batch arrays epoch after epoch without a pause; what only Keras can batch is left to it."""
-        self.batch = size = check_global_batch(chosen["batch_size"] or self.global_batch or 32, len(self.devices))
+        self.batch = size = check_global_batch(
+            chosen["batch_size"] or self.split.global_batch or 32, len(self.split.devices)
+        )
         if size == self._plan_batch:
             warn_small_data(array_rows(chosen["x"]), size)
         self._note_batch(size)
@@ -216,7 +208,7 @@ class FitHooks:
             return
         if chosen["validation_split"]:
             raise RequestError(
-                f"engine={self.engine.name!r} can't take validation_split.",
+                f"engine={self.split.engine!r} can't take validation_split.",
                 "Give validation_data, or use engine='towers'.",
             )
         data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"], chosen["class_weight"])
@@ -239,7 +231,7 @@ class FitHooks:
         """Batches in the engine's form; whole ones for a group whose metrics may ask for x."""
         if self.group is not None and overrides(self.model, "compute_metrics"):
             return arrays.global_batches(endless)
-        return self._batches(arrays, endless)
+        return self.split.batches(arrays, endless)
 
     def _draw_seed(self) -> int:
         """The seed of the epochs' order, by `keras.utils.set_random_seed`; in a group the first process draws it."""
@@ -251,16 +243,16 @@ class FitHooks:
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
         """Batch a dataset of single samples, and put it into the engine's form."""
-        data, name = chosen["x"], self.engine.name
+        data, name = chosen["x"], self.split.engine
         if isinstance(data, tf.data.Dataset):
-            size = chosen["batch_size"] or self.global_batch
+            size = chosen["batch_size"] or self.split.global_batch
             chosen |= {"x": batch_samples(data, size, _inputs(self.model)), "batch_size": None}
             if isinstance(data.element_spec, DealtArrays):
                 check_padding(self.model, next(iter(data)))
             self._note_batch(batch_rows(chosen["x"]))
         elif self.group is not None:
             raise RequestError(f"engine={name!r} can't fit a generator.", "Give arrays, or split.data(...).")
-        self._prepare_validation(chosen, self.global_batch)
+        self._prepare_validation(chosen, self.split.global_batch)
 
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
         """Validation data in batches of as many rows, in the engine's form."""

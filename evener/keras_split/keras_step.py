@@ -235,12 +235,3 @@ def update_metrics(
     model._loss_tracker.update_state(loss, sample_weight=rows)
     logs: dict[str, Any] = model.compute_metrics(x, y, outputs, sample_weight=weight)
     return logs
-
-
-class SingleDevice:
-    """Keras' own steps, on a device that need not be TensorFlow's first."""
-
-    name = "solo"
-
-    def __init__(self, model: Any) -> None:
-        self.model = model

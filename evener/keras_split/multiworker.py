@@ -133,17 +133,14 @@ class Workers:
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Like `keras.Model.train_step`, on own rows; the update is that of the whole batch."""
-        return self.train_on_rows(self.own_rows(data), None if isinstance(data, OwnRows) else digest_labels(data))
-
-    def train_on_rows(self, own: OwnRows, digest: Any = None) -> dict[str, Any]:
-        """The step on rows that are cut already; with the digest of the whole batch, where that may not be the same."""
-        began, metrics = self.times.now([own.size]), self._metrics(own)
+        own = self.own_rows(data)
+        digest, began, metrics = _digest(data), self.times.now([own.size]), self._metrics(own)
         return self._finish(own, digest, began, metrics, *self._run(own))
 
     def finish_passes(self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums) -> dict[str, Any]:
         """The rest of a step whose passes are done; `before` has the states by id as they were before them."""
         own = self.own_rows(data)
-        digest, metrics = None if isinstance(data, OwnRows) else digest_labels(data), self._metrics(own, before)
+        digest, metrics = _digest(data), self._metrics(own, before)
         assign_updates([(1.0, [update for update in result.updates if not adds_up(update.kind)])])
         shared = [update for update in result.updates if adds_up(update.kind)]
         starts = [tf.convert_to_tensor(update.state) for update in shared]
@@ -247,6 +244,11 @@ class Workers:
             rows = tf.compat.v1.placeholder_with_default(count_rows(data), [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
             return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
+
+
+def _digest(data: Tensors) -> Any:
+    """A digest of a whole batch, which may not be the same in all processes; None for own rows of one that is."""
+    return None if isinstance(data, OwnRows) else digest_labels(data)
 
 
 def _part(own: OwnRows) -> Any:

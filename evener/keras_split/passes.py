@@ -23,7 +23,7 @@ SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no
 class StateUpdate(NamedTuple):
     """A state's new value after one device's calls, and how it is put together with the other devices'.
 
-    CHAINED: the next device's call starts from it; ADDED: it is what the calls add to the state; else as measured.
+    CHAINED: the last device's is kept; ADDED: it is what the calls add to the state; else as measured.
     """
 
     state: Any
@@ -32,9 +32,9 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """The states of a model over the calls of one step: seeds and metrics continue from device to device.
+    """The states of a model over the calls of one step, in which no device waits for another.
 
-    So no two devices draw the same numbers, and a metric inside a layer counts the rows of all devices.
+    No two draw the same numbers, and a metric inside a layer counts the rows of all devices.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -42,15 +42,9 @@ class StepStates:
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
         self._variables = list(every.values())
-        self._chained: dict[int, tuple[Any, Any]] = {}
 
-    @property
-    def chained(self) -> list[tuple[Any, Any]]:
-        """Variables with the values that the next device starts from instead of theirs."""
-        return list(self._chained.values())
-
-    def pass_starts(self, device: int) -> list[tuple[Any, Any]]:
-        """Every state with the value that a device's first pass starts from: devices don't wait for each other."""
+    def starts(self, device: int) -> list[tuple[Any, Any]]:
+        """Every state with the value that a device's first call starts from."""
         starts = []
         for state in self._variables:
             value = tf.convert_to_tensor(state)
@@ -61,8 +55,8 @@ class StepStates:
             starts.append((state, value))
         return starts
 
-    def pass_update(self, state: Any, value: Any) -> StateUpdate:
-        """The update of a state by a device's passes."""
+    def update(self, state: Any, value: Any) -> StateUpdate:
+        """The update of a state by a device's calls."""
         if id(state) not in self._metrics:
             return StateUpdate(state, value, self._kinds[id(state)])
         warn_inner_metric(state)
@@ -83,21 +77,14 @@ class StepStates:
         """True if every pass starts from a state's value at the start of the step."""
         return id(state) not in self._metrics and self._kinds[id(state)] != CHAINED
 
-    def collect_updates(self, scope: Any, size: Any) -> list[StateUpdate]:
-        """The states that a call in this StatelessScope updated; metrics don't count the filler row of an idle one."""
+    def collect_updates(self, scope: Any, starts: Sequence[tuple[Any, Any]], size: Any) -> list[StateUpdate]:
+        """The states that a device's only call updated, in this StatelessScope; metrics don't count a filler row."""
         found = []
-        for state in self._variables:
-            new, before = scope.get_current_value(state), self._chained.get(id(state), (state, None))[1]
-            if new is None or new is before:
-                continue
-            metric = id(state) in self._metrics
-            if metric:
-                warn_inner_metric(state)
-                new = tf.where(size > 0, new, tf.convert_to_tensor(state) if before is None else before)
-            update = StateUpdate(state, new, CHAINED if metric else self._kinds[id(state)])
-            if update.kind == CHAINED:
-                self._chained[id(state)] = (state, new)
-            found.append(update)
+        for state, begin in starts:
+            new = scope.get_current_value(state)
+            if new is not begin:
+                counted = tf.where(size > 0, new, begin) if id(state) in self._metrics else new
+                found.append(self.update(state, counted))
         return found
 
 
@@ -173,7 +160,7 @@ class DevicePasses:
         self._size = size
         self._rows = rows
         self._states = StepStates(model, found)
-        self._starts = self._states.pass_starts(number)
+        self._starts = self._states.starts(number)
         self._copies = [tf.identity(variable) for variable in model.trainable_variables]
         self._changed: set[int] = set()  # ids of states that a pass updates
         self._reached: list[int] = []  # places of the weights that have a gradient
@@ -255,4 +242,4 @@ class DevicePasses:
 
     def _updates(self, values: Sequence[Any]) -> list[StateUpdate]:
         pairs = zip(self._starts, values, strict=True)
-        return [self._states.pass_update(state, value) for (state, _), value in pairs if id(state) in self._changed]
+        return [self._states.update(state, value) for (state, _), value in pairs if id(state) in self._changed]

@@ -84,14 +84,6 @@ class GroupStep(NamedTuple):
     own_work_s: tuple[float, ...]  # of each process, until its last gradient
 
 
-class StepSummary(NamedTuple):
-    """Typical times of this process' steps; 0 where nothing was trained yet."""
-
-    work: DeviceTimes
-    step_s: float
-    step_spread: float  # interquartile range over the median
-
-
 class WorkTimes:
     """The last steps of a group of `size` processes, as the process of this rank sees them."""
 
@@ -123,14 +115,12 @@ class WorkTimes:
             self._kept.scatter_update(tf.IndexedSlices(row, place))
             self._count.assign_add(1)
 
-    def summarize(self) -> StepSummary:
-        """Summarize the steps that are kept."""
+    def summarize(self) -> tuple[DeviceTimes, float, float]:
+        """Own work and waiting, the seconds of a step, and their interquartile range over the median; 0 if unknown."""
         steps = self.read()
-        if not steps:
-            return StepSummary(DeviceTimes(), 0.0, 0.0)
         lengths = [after.began - before.began for before, after in pairwise(steps)]
         own, waiting = [step.own_work_s[self._rank] for step in steps], [step.waiting_s for step in steps]
-        return StepSummary(sum_up(own, waiting), middle(lengths), spread(lengths))
+        return sum_up(own, waiting), middle(lengths), spread(lengths)
 
     def read(self) -> list[GroupStep]:
         """The last steps, oldest first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import msgspec
@@ -13,10 +13,8 @@ from ..live.journal import TrainingJournal
 from ..live.reporter import DeviceTimes, Reporter
 from ..plan.check import describe
 from .multiworker import Workers
+from .split import Split
 from .tf_devices import driver_name
-
-if TYPE_CHECKING:
-    from .split import Split
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ..errors import PlanError, RequestError
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
-from ..shares.whole_rows import batch_in_one_pass, is_ratio, largest_pass
+from ..shares.whole_rows import is_ratio
 from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
 from ..training.noise_scale import NoiseScale
@@ -23,7 +23,6 @@ from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_a
 from .divisions import Cut
 from .fit_hooks import FitHooks
 from .group import Group, GroupNoise, check_options, group_from_environment, order_by_device
-from .keras_step import SingleDevice
 from .multiworker import Workers
 from .rebalancing import GroupRebalancer, make_changing
 from .towers import Towers
@@ -130,18 +129,8 @@ class Split:
         check_model(model)
         self._check_against_plan(model)
         self._inputs = getattr(model, "inputs", None) if model.built else None
-        plan_batch = self.global_batch if self.plan else None
-        engine = self._make_engine(model)
-        FitHooks(engine, self.devices, self.global_batch, self.batches, plan_batch, *self._describe_passes()).attach()
+        FitHooks(model, self._make_engine(model), self).attach()
         return model
-
-    def _describe_passes(self) -> tuple[int | None, int | None]:
-        """The rows of the largest pass, and of the largest batch in one pass each; None unless shares take passes."""
-        micros = self.cut.micros
-        if not micros:
-            return None, None
-        evaluated = max(len(micros), batch_in_one_pass(self.shares, micros))
-        return largest_pass(self.shares, micros), evaluated
 
     def data(
         self,
@@ -212,10 +201,10 @@ class Split:
             )
         return self.group
 
-    def _make_engine(self, model: Any) -> SingleDevice | Towers | Workers:
+    def _make_engine(self, model: Any) -> Towers | Workers | None:
         match self.engine:
             case "solo":
-                return SingleDevice(model)
+                return None
             case "multiworker":
                 group, cut = self.required_group, self._changing
                 rule = None if cut is None else GroupRebalancer(cut, self.rank_shares, group.rank)

@@ -7,43 +7,25 @@ again with more passes, while the other processes wait in the sums of the second
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ..errors import DeviceError
 from ..training.retreat import PassLimit, Retreat, says_out_of_memory
-from .compatibility import PartKinds, all_layers, list_normalizations
-from .divisions import Cut
-from .group import Group
+from .compatibility import all_layers, list_normalizations
 from .keras_step import OwnRows, Tensors, count_rows
 from .passes import DevicePasses, PassSums, StateUpdate
 
 TOO_LONG = "larger than max"  # gRPC also says ResourceExhausted of a message
 
 
-class PassEngine(Protocol):
-    """The parts of an engine that a surviving step calls."""
-
-    model: Any
-    cut: Cut
-    group: Group
-    kinds: defaultdict[bool, PartKinds]
-
-    def own_rows(self, data: Tensors) -> OwnRows:
-        """This process' rows of a batch."""
-
-    def finish_passes(self, data: Tensors, before: dict[int, Any], began: Any, result: PassSums) -> dict[str, Any]:
-        """Sum, update and count; `before` has the states by id as they were before the passes."""
-
-
 class SurvivingStep:
-    """Keras' train function for `engine`; with `limit` None, memory that runs out ends the step, as in probes."""
+    """Keras' train function for an engine, `Workers`; with `limit` None, out-of-memory ends it, as in probes."""
 
-    def __init__(self, engine: PassEngine, limit: PassLimit | None, said: Callable[[Retreat], None]) -> None:
+    def __init__(self, engine: Any, limit: PassLimit | None, said: Callable[[Retreat], None]) -> None:
         self._engine, self._limit, self._said = engine, limit, said
         self._least = 1 + any(each.trainable for each in list_normalizations(engine.model))  # one row has no statistics
         self._spec: Any = None  # of the batches that the graphs are for
@@ -134,7 +116,8 @@ class SurvivingStep:
         pairs = zip(self._updated, values, strict=True)
         updates = [StateUpdate(state, value, kind) for (state, kind), value in pairs]
         states = dict(zip(map(id, self._states), before, strict=True))
-        return self._engine.finish_passes(data, states, began, PassSums(outputs, loss, every, updates))
+        logs: dict[str, Any] = self._engine.finish_passes(data, states, began, PassSums(outputs, loss, every, updates))
+        return logs
 
 
 def list_states(model: Any) -> list[Any]:

@@ -140,24 +140,26 @@ class Towers:
             self.model(pieces[0][0], training=False)
         towers: list[Tower] = []
         states = StepStates(self.model, self.kinds[training])
-        for device, (part, size) in zip(self.devices, pieces, strict=True):
+        for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                towers.append(self._tower(part, size, rows, training, states))
+                towers.append(self._tower(part, size, rows, training, states, states.starts(number)))
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers
 
-    def _tower(self, part: Tensors, size: Any, rows: Any, training: bool, states: StepStates) -> Tower:
-        """Run the model on one device's rows."""
+    def _tower(
+        self, part: Tensors, size: Any, rows: Any, training: bool, states: StepStates, starts: list[Any]
+    ) -> Tower:
+        """Run the model on one device's rows, from these values of states on."""
         model = self.model
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
             # regularizers count once, not once for each device
-            outputs, losses, _, scope = call_on_copies(model, part, training, copies, states.chained)
+            outputs, losses, _, scope = call_on_copies(model, part, training, copies, starts)
             outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
-        return Tower(outputs, losses, states.collect_updates(scope, size), copies, tape, share)
+        return Tower(outputs, losses, states.collect_updates(scope, starts, size), copies, tape, share)
 
     def _loss(self, x: Any, y: Any, outputs: Any, weight: Any, towers: list[Tower], training: bool) -> Any:
         """The model's loss on the whole batch, with the losses from inside the model put together."""

@@ -193,7 +193,7 @@ def in_passes() -> dict[str, Any]:
     )
     rows = slice(ONE_OVER)
     dropping = network("sgd", extra=[layers.Dropout(0.5)])
-    starts = [StepStates(dropping, PartKinds()).pass_starts(device) for device in range(3)]
+    starts = [StepStates(dropping, PartKinds()).starts(device) for device in range(3)]
     seeds = [value.numpy().tolist() for start in starts for state, value in start if "seed" in state.path]
     two = by["2:5"]
     tried = {
