@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,9 +45,12 @@ class Place(msgspec.Struct, frozen=True):
         return max(1, len(self.peers))
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """A model that trains, built at its place. Its constructor may take minutes; `step` returns when it is enqueued."""
 
+    memory: MemoryMeter
+
+    @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Make batches of these samples per device (of all ranks in a group, else of the place's devices, in order)
         and whatever a first step needs. Called again for each new size; a share of 0 leaves that device out.
@@ -54,36 +58,48 @@ class Workload(Protocol):
         `micro` has the rows of one pass for each device; without it, each share is one pass.
         """
 
-    def step(self) -> None:
-        """Take an optimizer step on the next batch, over all devices of the layout."""
-
-    def synchronize(self) -> None:
-        """Wait until every enqueued step is done on the devices."""
-
-    def loss_is_finite(self) -> bool:
-        """True if the loss of the last step was finite, or isn't known; called when nothing is pending."""
-
-    def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
-
-    def release_memory(self) -> tuple[int | None, ...]:
-        """Give back memory that isn't in use; the bytes kept on each device, None where the framework keeps all."""
-
-    def facts(self) -> Mapping[str, str]:
-        """The plan's facts about the workload: framework version, parameters, engine, ..."""
-
-
-class TextWorkload(Workload, Protocol):
-    """A workload whose rows may be of unequal length; its facts then have an even sample of their `lengths`."""
-
     def prepare_dealt(self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]) -> None:
-        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens."""
+        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens` padded tokens.
+
+        This and the next are asked of workloads whose facts have an even sample of their rows' `lengths`.
+        """
+        raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """Prepare shares with rows that are padded to this length in every pass."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def step(self) -> None:
+        """Take an optimizer step on the next batch, over all devices of the layout."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every enqueued step is done on the devices."""
+
+    @abstractmethod
+    def loss_is_finite(self) -> bool:
+        """True if the loss of the last step was finite, or isn't known; called when nothing is pending."""
 
     def work(self) -> Work | None:
         """The sum over all steps of this process; None where rows have no lengths."""
+        return None
+
+    def read_waits(self) -> float | None:
+        """The seconds that its device waited for others since this was last read; None where that can't be known."""
+        return None
+
+    def max_memory_bytes(self) -> tuple[int | None, ...]:
+        """Peak of the framework's allocator on each of this process' devices since `prepare`; None: unknown."""
+        return self.memory.read()
+
+    def release_memory(self) -> tuple[int | None, ...]:
+        """Give back memory that isn't in use; the bytes kept on each device, None where the framework keeps all."""
+        return self.memory.release()
+
+    @abstractmethod
+    def facts(self) -> Mapping[str, str]:
+        """The plan's facts about the workload: framework version, parameters, engine, ..."""
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -17,14 +17,14 @@ from typing import Any
 from evener.errors import RequestError
 from evener.shares.whole_rows import split_passes
 
-from .protocol import Place
+from .protocol import Place, Workload
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "grow", "nan")
 CONNECT_SECONDS = 30.0
 
 
-class Synthetic:
+class Synthetic(Workload):
     """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
 
     The settings are the registry's. If ranks are on several hosts, each step takes `network_ms` more.

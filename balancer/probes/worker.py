@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -30,7 +30,7 @@ from evener.live.reporter import Reporter
 from evener.shares.curves import Work
 from evener.system.cores import cap_address_space
 from evener.workloads import user_code
-from evener.workloads.protocol import TextWorkload, Workload
+from evener.workloads.protocol import Workload
 
 from ..probes import protocol
 from .fork_server import ForkServer, die_with_parent, import_first
@@ -145,8 +145,8 @@ class Worker:
     def _run(self, command: protocol.RunSteps) -> protocol.Ran:
         workload, build = self._built()
         gc.disable()
-        spun, steps, before = 0.0, 0, _read_work(workload)
-        _read_waits(workload)  # those of steps before this block
+        spun, steps, before = 0.0, 0, workload.work()
+        workload.read_waits()  # those of steps before this block
         cpu, started = time.process_time(), time.perf_counter()
         while not steps or time.perf_counter() - started < command.seconds:
             spun += self._run_steps(command.steps, workload, build)
@@ -156,9 +156,9 @@ class Worker:
         gc.enable()
         gc.collect()
         memory = tuple(workload.max_memory_bytes()) or (None,)
-        work = _subtract(_read_work(workload), before)
+        work = _subtract(workload.work(), before)
         self._account(steps, workload, build)
-        waited = _read_waits(workload)
+        waited = workload.read_waits()
         return protocol.Ran(steps, wall, max(0.0, cpu - spun), spun, memory, self._not_finite_step, work, waited)
 
     def _learn(self, command: protocol.Learn) -> protocol.Learned:
@@ -222,23 +222,11 @@ class Worker:
 
 def _prepare_rows(workload: Workload, command: protocol.Prepare) -> None:
     if command.costs:
-        cast(TextWorkload, workload).prepare_dealt(command.shares, command.costs, command.tokens)
+        workload.prepare_dealt(command.shares, command.costs, command.tokens)
     elif command.length:
-        cast(TextWorkload, workload).prepare_length(command.shares, command.micro, command.length)
+        workload.prepare_length(command.shares, command.micro, command.length)
     else:
         workload.prepare(command.shares, command.micro)
-
-
-def _read_waits(workload: Workload) -> float | None:
-    """The seconds that its device waited for others since this was last read; None for a workload that can't know."""
-    read = getattr(workload, "read_waits", None)
-    return None if read is None else cast(float | None, read())
-
-
-def _read_work(workload: Workload) -> Work | None:
-    """The work of all steps so far; None for a workload without lengths."""
-    read = getattr(workload, "work", None)
-    return None if read is None else cast(TextWorkload, workload).work()
 
 
 def _subtract(now: Work | None, before: Work | None) -> Work | None:

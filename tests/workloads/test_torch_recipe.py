@@ -20,7 +20,7 @@ from evener.workloads import registry
 from evener.workloads.datasets import digits
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches
-from evener.workloads.torch_backend.batches import Batches, Data, PoolData
+from evener.workloads.torch_backend.batches import Batches, Data, Pool
 from evener.workloads.torch_backend.models import GruNet, as_tensors, classifier, maxer, mnist
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
@@ -136,7 +136,7 @@ def test_a_pool_goes_round_for_any_batch() -> None:
         made.append(rows)
         return numbers(rows).tensors
 
-    data = PoolData(sample, "cpu")
+    data = Data(Pool(sample, "cpu"))
     assert max(made) == data.rows <= torch_batches.POOL_ROWS
     batches = feed(data)
     for rows in (data.rows // 2, data.rows, 3 * data.rows):
@@ -148,14 +148,14 @@ def test_a_pool_goes_round_for_any_batch() -> None:
 
 
 def test_a_pool_of_large_or_slow_rows_is_small() -> None:
-    assert PoolData(lambda rows: torch.zeros(rows, 1 << 20), "cpu").rows == 8
+    assert len(Pool(lambda rows: torch.zeros(rows, 1 << 20), "cpu")) == 8
 
     def slow(rows: int) -> torch.Tensor:
         if rows == torch_batches.SAMPLE_ROWS:
             time.sleep(0.01)
         return torch.zeros(rows, 1)
 
-    assert PoolData(slow, "cpu").rows == torch_batches.SLOW_POOL_ROWS
+    assert len(Pool(slow, "cpu")) == torch_batches.SLOW_POOL_ROWS
 
 
 def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:

@@ -24,7 +24,7 @@ from evener.keras_split.measuring import build_variables
 from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import make_logical_cpus
 
-from ..protocol import MemoryMeter, Place
+from ..protocol import MemoryMeter, Place, Workload
 from .steps import Steps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -110,7 +110,7 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 BuildModel = Callable[[], Any]  # a compiled keras.Model
 
 
-class KerasWorkload:
+class KerasWorkload(Workload):
     """A compiled model at its place, stepped as `Steps` has it; `placed` replaces the step of one device.
 
     RequestError for a place that Keras can't serve.
@@ -124,7 +124,7 @@ class KerasWorkload:
         self.data: Data | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self._memory = GpuMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+        self.memory = GpuMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
         self.steps = Steps(place, placed)
         with self.steps.split.scope():
             self.model = build_model()
@@ -141,7 +141,7 @@ class KerasWorkload:
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Begin to make batches for these shares; RequestError if this process would have none of the samples."""
-        self._memory.reset()
+        self.memory.reset()
         self._batches = None
         self.steps.move(shares, micro)
         if self._on_gpus:
@@ -157,7 +157,7 @@ class KerasWorkload:
     def step(self) -> None:
         """Take an optimizer step on the next batch, with what `fit` does around it."""
         if self._position == 1 and self._on_gpus:
-            self._memory.reset()  # the first step tried kernels out, which takes what is free
+            self.memory.reset()  # the first step tried kernels out, which takes what is free
         self._callbacks.on_train_batch_begin(self._position)
         self._logs = self.model.train_function(self._batches)
         self._callbacks.on_train_batch_end(self._position, self._logs)
@@ -173,14 +173,6 @@ class KerasWorkload:
     def loss_is_finite(self) -> bool:
         """Keras' mean loss since the start: not finite once one was not."""
         return math.isfinite(self._loss)
-
-    def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of TensorFlow's allocator on GPUs; on a CPU the growth of the process since before the model."""
-        return self._memory.read()
-
-    def release_memory(self) -> tuple[int | None, ...]:
-        """TensorFlow's allocator keeps what it has."""
-        return self._memory.release()
 
     def facts(self) -> Mapping[str, str]:
         """Versions, engine, parameters, digest, and what is known of the rows."""
@@ -198,24 +190,21 @@ class KerasWorkload:
         }
 
 
-class GpuMemory:
+class GpuMemory(MemoryMeter):
     """TensorFlow's allocator on GPUs that it calls GPU:0, ..., which keeps what it has."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        self._devices = devices
+    def __init__(self, gpus: Sequence[str]) -> None:
+        super().__init__(len(gpus))
+        self._gpus = gpus
 
     def reset(self) -> None:
         """Count from here on."""
-        for name in self._devices:
+        for name in self._gpus:
             tf.config.experimental.reset_memory_stats(name)
 
-    def read(self) -> tuple[int, ...]:
+    def read(self) -> tuple[int | None, ...]:
         """The most bytes on each GPU."""
-        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._devices)
-
-    def release(self) -> tuple[None, ...]:
-        """Nothing can be given back."""
-        return (None,) * len(self._devices)
+        return tuple(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus)
 
 
 def configure(place: Place) -> None:

@@ -127,7 +127,7 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, and the options that the training gives to `Split.loader` with it."""
+    """A data set, and the options that the training gives to `Split.loader` with it; a pool has no epochs."""
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -139,8 +139,8 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Full batches of whole epochs; of fewer rows than a batch, rows in turn."""
-        if sum(sizes) > self.rows:
+        """Full batches of whole epochs; of a pool, or of fewer rows than a batch, rows in turn."""
+        if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
         else:
             sampler = UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
@@ -180,17 +180,6 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
     def __getitems__(self, rows: torch.Tensor) -> Any:
         return each_tensor(lambda tensor: select(tensor, rows, self._pinned), self._batch)
-
-
-class PoolData(Data):
-    """Data of functions that only make batches: endless steps over a pool."""
-
-    def __init__(self, sample_batch: SampleBatch, device: str) -> None:
-        super().__init__(Pool(sample_batch, device))
-
-    def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Rows in turn, however many a batch has."""
-        return EndlessSampler(self.rows, sizes, rank)
 
 
 class Batches:

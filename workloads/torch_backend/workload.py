@@ -34,8 +34,8 @@ from evener.torch_split.retry import Passes
 from evener.torch_split.wrapped import Exchanged, check_normalization, model_digest, wrap_module
 from evener.training.dealing import Dealer
 
-from ..protocol import MemoryMeter, Place
-from .batches import Batches, Data, PoolData, SampleBatch, as_pair
+from ..protocol import MemoryMeter, Place, Workload
+from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .shards import RecipeShards
 
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
@@ -80,7 +80,7 @@ BuildRecipe = Callable[[], Recipe]
 Lay = Callable[[Any, tuple[torch.device, ...]], Any]  # puts a module's parts on devices and returns what to call
 
 
-class TorchWorkload(StepListener):
+class TorchWorkload(Workload, StepListener):
     """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch can't serve.
 
     `lay` puts the module's parts on the place's devices, all of one process; without it there is one device.
@@ -93,7 +93,7 @@ class TorchWorkload(StepListener):
         self.place = place
         self.devices = configure(place)
         self.device = self.devices[0]
-        self._memory = GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
+        self.memory = GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
         self._group = join(place, self.device)
         torch.manual_seed(0)  # every rank starts alike
         self.recipe = build_recipe()
@@ -146,7 +146,7 @@ class TorchWorkload(StepListener):
         own = own_share(self.place, shares)
         batches = self._open_batches()
         batches.drop()
-        self._memory.reset()
+        self.memory.reset()
         torch.backends.cuda.enable_cudnn_sdp(self._cudnn_attention)
         if self._group:
             self._regroup(tuple(shares))
@@ -229,14 +229,6 @@ class TorchWorkload(StepListener):
         """True if the loss of the last step's last pass was finite."""
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
-    def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of what tensors used on a GPU; on a CPU the growth of the process since before the model."""
-        return self._memory.read()
-
-    def release_memory(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache on GPUs."""
-        return self._memory.release()
-
     def facts(self) -> Mapping[str, str]:
         """Versions, engine, parameters, digest, and what is known of the rows."""
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()} if _on_gpu(self.device) else {}
@@ -260,7 +252,7 @@ class TorchWorkload(StepListener):
     def _open_batches(self) -> Batches:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
-            data = self.recipe.data or PoolData(cast(SampleBatch, self._sample_batch), self.device.type)
+            data = self.recipe.data or Data(Pool(cast(SampleBatch, self._sample_batch), self.device.type))
             self._batches = Batches(data, self.device, self.place.input == "device", self)
         return self._batches
 
@@ -299,26 +291,27 @@ class TorchWorkload(StepListener):
                     self._waits = Waits(self._model.exchange, GpuClock())
 
 
-class GpuMemory:
+class GpuMemory(MemoryMeter):
     """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what was before."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, gpus: Sequence[torch.device]) -> None:
+        super().__init__(len(gpus))
+        self._gpus = gpus
 
     def reset(self) -> None:
         """Count from here on."""
         torch.cuda.empty_cache()
-        for device in self._devices:
+        for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def read(self) -> tuple[int, ...]:
+    def read(self) -> tuple[int | None, ...]:
         """The most bytes on each GPU."""
-        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._devices)
+        return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
 
-    def release(self) -> tuple[int, ...]:
+    def release(self) -> tuple[int | None, ...]:
         """Free the allocator's cache; the bytes kept on each GPU."""
         torch.cuda.empty_cache()
-        return tuple(int(torch.cuda.memory_reserved(device)) for device in self._devices)
+        return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
