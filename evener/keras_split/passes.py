@@ -17,7 +17,8 @@ from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
 from .keras_step import Tensors, call_on_copies, cut_rows, main_part, part_of_loss, scale_loss, take_rows
 
 CHAINED, ADDED = "chained", "added"
-SEED_STEP = 1 << 20  # numbers that each device draws from in passes, so that no two draw the same
+HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
+SEED_STEP = 1 << 20  # numbers that each device draws from, so that no two draw the same
 
 
 class StateUpdate(NamedTuple):
@@ -51,7 +52,8 @@ class StepStates:
             if id(state) in self._metrics:
                 value = tf.zeros_like(value)
             elif is_seed(state) and device:
-                value += tf.cast([0, device * SEED_STEP], value.dtype)
+                with tf.device(HOST):
+                    value += tf.cast([0, device * SEED_STEP], value.dtype)
             starts.append((state, value))
         return starts
 
@@ -130,9 +132,6 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 def is_seed(state: Any) -> bool:
     """True if random numbers are drawn from a state."""
     return bool(state.name == "seed_generator_state")
-
-
-HOST = "CPU:0"  # counts and cuts: a device that counted would be waited for in each pass
 
 
 class PassSums(NamedTuple):
