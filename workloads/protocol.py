@@ -32,7 +32,6 @@ class Place(msgspec.Struct, frozen=True):
     peers: tuple[str, ...] = ()  # "127.0.0.1:port" of every rank, this one's too; empty: no group
     trainings: int = 1  # of their own side by side: a pack
     threads: int | None = None  # compute threads; None: the framework's own choice
-    engine: str = "auto"  # towers | multiworker | ddp | auto
     precision: Precision = "float32"
     xla: bool = False
     input: Input = "host"  # host: batches come from host memory each step, as in training

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import symtable
 import sys
 import sysconfig
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import evener
 from evener.errors import EvenerError, RequestError
@@ -42,20 +43,13 @@ class UserCodeError(EvenerError):
     exit_code: ClassVar[int] = 2
 
 
-class UserModule:
-    """A user's module: the result of the named function, and the functions that make its data."""
+class UserModule(NamedTuple):
+    """The result of a user's function, and the functions of its module that make its data."""
 
-    def __init__(self, name: str, result: Any, module: ModuleType) -> None:
-        self.name = name
-        self.result = result
-        self.sample_batch = _find_function(module, "sample_batch")
-        self.training_data = _find_function(module, "training_data")
-        self.lengths = _find_function(module, "lengths")
-
-
-def _find_function(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    function = getattr(module, name, None)
-    return function if callable(function) else None
+    result: Any
+    sample_batch: Callable[..., Any] | None
+    training_data: Callable[..., Any] | None
+    lengths: Callable[..., Any] | None
 
 
 def entry(name: str, framework: str) -> Entry:
@@ -122,8 +116,15 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise RequestError(f"{home} has no function {attribute!r}.", f"Known: {_functions(module)}.")
-    return UserModule(name, function(**_arguments(name, function, settings)), module)
+        raise RequestError(f"{home} has no function {attribute!r}.", "Name one that builds the model.")
+    arguments = {key: _literal(value) for key, value in settings.items()}
+    parameters = inspect.signature(function)
+    try:
+        parameters.bind(**arguments)
+    except TypeError as error:
+        raise RequestError(f"{name}: {error}.", f"It is {attribute}{parameters}; write --set KEY=VALUE.") from None
+    made = (getattr(module, each, None) for each in _DATA_FUNCTIONS)
+    return UserModule(function(**arguments), *(each if callable(each) else None for each in made))
 
 
 def find_line(error: BaseException, name: str = "") -> str:
@@ -170,20 +171,6 @@ def _import(home: str, source: Path | None) -> ModuleType:
     sys.modules.setdefault(source.stem, module)
     spec.loader.exec_module(module)
     return module
-
-
-def _arguments(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for key in settings:
-        if key not in parameters and not open_ended:
-            known = ", ".join(parameters) or "none"
-            raise RequestError(f"{name} takes no setting {key!r}.", f"Its parameters: {known}.")
-    for key, parameter in parameters.items():
-        named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if named and parameter.default is parameter.empty and key not in settings:
-            raise RequestError(f"{name} needs a value for {key!r}.", f"Give one with --set {key}=VALUE.")
-    return {key: _literal(value) for key, value in settings.items()}
 
 
 def _literal(value: Any) -> Any:
@@ -233,26 +220,10 @@ def _required(function: ast.FunctionDef) -> bool:
 
 def _check_file(path: Path, attribute: str) -> None:
     tree = _parsed(path)
-    names = _top_level_names(tree)
     stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
+    symbols = symtable.symtable(ast.unparse(tree), str(path), "exec").get_symbols()
+    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     if attribute not in names and not stars:
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         known = ", ".join(functions) or "none"
         raise RequestError(f"{path} has no function {attribute!r}.", f"Its functions: {known}.")
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name)
-    return names
-
-
-def _functions(module: ModuleType) -> str:
-    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    return ", ".join(own) or "none"

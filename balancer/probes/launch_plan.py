@@ -97,7 +97,6 @@ def build_commands(
             peers=peers,
             trainings=key.processes,
             threads=environment.threads,
-            engine=choose_engine(resolved, key) or "auto",
             precision=MIXED if "mixed" in key.knobs else cast(Precision, request.precision),
             xla=request.xla or "xla" in key.knobs,
             input=cast(Input, request.input),

@@ -187,7 +187,7 @@ def test_settings_reach_the_users_function(tmp_path: Path) -> None:
     assert own.result == (12, "gru")
     assert own.sample_batch is not None
     assert own.sample_batch(5) == 5
-    with pytest.raises(RequestError, match="takes no setting 'unit'"):
+    with pytest.raises(RequestError, match="unexpected keyword argument 'unit'"):
         user_code.load(f"{script}:build", {"unit": 1})
 
 

@@ -206,7 +206,6 @@ def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
     [
         (Place(("CPU:0",), xla=True), "XLA"),
         (Place(("GPU:0", "GPU:1")), "2 in one"),
-        (Place(("CPU:0",), engine="towers"), "towers"),
     ],
 )
 def test_a_place_that_torch_cannot_serve_is_one_sentence(place: Place, named: str) -> None:

@@ -323,8 +323,6 @@ def check_place(place: Place, placed: bool = False) -> None:
             f"PyTorch trains with a process for each device, not with {len(place.devices)} in one.",
             "Use engine ddp, or a workload that places its parts.",
         )
-    if place.engine not in ("auto", "ddp", ""):
-        raise RequestError(f"PyTorch has no engine {place.engine!r}.", "Its one engine is ddp.")
 
 
 def configure(place: Place) -> tuple[torch.device, ...]:
