@@ -21,7 +21,7 @@ from evener.workloads.datasets import digits
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend import batches as torch_batches
 from evener.workloads.torch_backend.batches import Batches, Data, Pool
-from evener.workloads.torch_backend.models import GruNet, as_tensors, classifier, maxer, mnist
+from evener.workloads.torch_backend.models import GruNet, classifier, maxer, mnist
 from evener.workloads.torch_backend.user_model import from_user
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from evener.workloads.user_code import find_line
@@ -78,7 +78,7 @@ def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> Non
     for value, sound in ((1.0, True), (math.nan, False)):
         module = torch.nn.Linear(4, 2)
         recipe = Recipe(module, torch.optim.SGD(module.parameters(), lr=0.1), torch.nn.MSELoss(), Data(data))
-        workload = TorchWorkload(CPU, lambda recipe=recipe: recipe, lambda _: None)  # type: ignore[misc]
+        workload = TorchWorkload(CPU, lambda recipe=recipe: recipe)  # type: ignore[misc]
         data.tensors[0].fill_(value)
         workload.prepare((8,))
         assert workload.loss_is_finite()
@@ -104,8 +104,7 @@ def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.Monke
     for each in ("float32", precision):
         workload = TorchWorkload(
             Place(("CPU:0",), threads=1, precision=each),
-            lambda: classifier(mnist(4, 16), 1e-3),
-            lambda rows: as_tensors(digits(rows)),
+            lambda: classifier(mnist(4, 16), 1e-3, digits),
         )
         workload.prepare((32,))
         for _ in range(16):
@@ -357,9 +356,10 @@ def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None
 
     def recipe() -> Recipe:
         module = Own()
-        return Recipe(module, torch.optim.SGD(module.parameters(), 0.1), None)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        return Recipe(module, optimizer, None, sample_batch=lambda n: {"x": torch.randn(n, 4), "graph": Graph()})
 
-    workload = TorchWorkload(CPU, recipe, lambda n: {"x": torch.randn(n, 4), "graph": Graph()})
+    workload = TorchWorkload(CPU, recipe)
     assert workload.facts()["batch_statistics"] == "BatchNorm1d"
     workload.prepare((6,))
     workload.step()
@@ -382,9 +382,10 @@ def test_a_recipe_may_return_its_loss() -> None:
 
     def recipe() -> Recipe:
         module = Own()
-        return Recipe(module, torch.optim.SGD(module.parameters(), 0.1), None)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        return Recipe(module, optimizer, None, sample_batch=lambda n: {"x": torch.randn(n, 4)})
 
-    workload = TorchWorkload(CPU, recipe, lambda n: {"x": torch.randn(n, 4)})
+    workload = TorchWorkload(CPU, recipe)
     workload.prepare((5,))
     before = workload.recipe.module.layer.weight.detach().clone()
     workload.step()

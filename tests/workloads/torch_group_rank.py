@@ -39,7 +39,7 @@ def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(folder: Path, rank: int) -> None:
     peers = (f"127.0.0.1:{os.environ['MASTER_PORT']}",) * len(SIZES[0])
-    workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1), recipe, sample_batch)
+    workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1), recipe)
     ended: list[Any] = []
     for sizes, micro in zip(SIZES, MICROS, strict=True):
         workload.prepare(sizes, micro)

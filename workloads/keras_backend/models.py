@@ -18,7 +18,7 @@ from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes
 from ..protocol import Place, Workload, pick
-from .workload import KerasWorkload
+from .workload import KerasWorkload, Recipe
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
@@ -179,11 +179,11 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of that name in the registry, at its place."""
     make, batch = MODELS[name]
-    sample, make = partial(batch, **pick(batch, settings)), partial(make, **settings)
+    sample = partial(batch, **pick(batch, settings))
     if place.placement in ("", "single"):
-        return KerasWorkload(place, make, sample)
+        return KerasWorkload(place, lambda: Recipe(make(**settings), sample))
     places = tower_devices(place)
-    return KerasWorkload(place, partial(make, devices=places), sample, partial(placed_step, places))
+    return KerasWorkload(place, lambda: Recipe(make(**settings, devices=places), sample), partial(placed_step, places))
 
 
 MODELS: Mapping[str, Any] = {  # and what makes their batches

@@ -7,6 +7,7 @@ Its data come from other functions of the same file: `training_data()`, which re
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,64 +17,45 @@ from evener.errors import RequestError
 
 from .. import user_code
 from ..protocol import Place, Workload
-from .workload import Data, KerasWorkload, as_training_data
+from .workload import KerasWorkload, Recipe, SampleBatch
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled model."""
-    own = UserModel(name, settings)
-    workload = KerasWorkload(place, own.build_model, own.sample_batch)
-    workload.data = own.training_data()
-    return workload
+    return KerasWorkload(place, partial(load_recipe, name, settings))
 
 
-class UserModel:
-    """Loads the user's module when the recipe asks for the model, where the recipe wants it built."""
+def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
+    """The user's compiled model with its data; RequestError if their functions give something else."""
+    own = user_code.load(name, settings)
+    model = own.result
+    if not isinstance(model, keras.Model):
+        raise RequestError(
+            f"{name} returns {type(model).__name__}, not a Keras model.",
+            "Return a compiled keras.Model, or name --framework torch for a torch module.",
+        )
+    if not model.compiled:
+        raise RequestError(f"The model of {name} isn't compiled.", "Call model.compile(optimizer, loss).")
+    if own.lengths is not None:
+        raise RequestError(
+            f"{name} has lengths(), and a search assigns rows by their length in PyTorch only.",
+            "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows in the training.",
+        )
+    sample = partial(noise_for, model) if own.sample_batch is None else partial(check_sample, name, own.sample_batch)
+    return Recipe(model, sample, own.training_data)
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._name = name
-        self._settings = settings
-        self._own: user_code.UserModule | None = None
-        self._model: Any = None
 
-    def build_model(self) -> Any:
-        """The user's compiled model; RequestError if their function gives something else."""
-        self._own = user_code.load(self._name, self._settings)
-        self._model = self._own.result
-        if not isinstance(self._model, keras.Model):
-            raise RequestError(
-                f"{self._name} returns {type(self._model).__name__}, not a Keras model.",
-                "Return a compiled keras.Model, or name --framework torch for a torch module.",
-            )
-        if not self._model.compiled:
-            raise RequestError(f"The model of {self._name} isn't compiled.", "Call model.compile(optimizer, loss).")
-        return self._model
-
-    def training_data(self) -> Data | None:
-        """The data of the user's `training_data()`, if there is one; RequestError if it has lengths."""
-        if self._own is not None and self._own.lengths is not None:
-            raise RequestError(
-                f"{self._name} has lengths(), and a search assigns rows by their length in PyTorch only.",
-                "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows in the training.",
-            )
-        if self._own is None or self._own.training_data is None:
-            return None
-        return as_training_data(self._own.training_data())
-
-    def sample_batch(self, rows: int) -> tuple[Any, Any]:
-        """The user's `sample_batch(rows)` if there is one, else noise of the model's shapes."""
-        if self._own is None or self._own.sample_batch is None:
-            return noise_for(self._model, rows)
-        batch = self._own.sample_batch(rows)
-        if not isinstance(batch, tuple) or len(batch) != 2:
-            raise RequestError(f"sample_batch of {self._name} doesn't give a pair.", "Return (x, y).")
-        counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in keras.tree.flatten(batch)}
-        if counts != {rows}:
-            raise RequestError(
-                f"sample_batch({rows}) of {self._name} gives arrays of {sorted(counts)} rows.",
-                f"Each array needs {rows} rows.",
-            )
-        return batch
+def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
+    """The user's `sample_batch(rows)`; RequestError unless it is a pair of arrays of that many rows."""
+    batch = sample_batch(rows)
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise RequestError(f"sample_batch of {name} doesn't give a pair.", "Return (x, y).")
+    counts = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in keras.tree.flatten(batch)}
+    if counts != {rows}:
+        raise RequestError(
+            f"sample_batch({rows}) of {name} gives arrays of {sorted(counts)} rows.", f"Each array needs {rows} rows."
+        )
+    return batch
 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:

@@ -107,7 +107,12 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
     return keras.tree.map_structure(convert, tuple(data))
 
 
-BuildModel = Callable[[], Any]  # a compiled keras.Model
+class Recipe(NamedTuple):
+    """A compiled model and what it trains on; without data, a pool of rows that `sample_batch` makes."""
+
+    model: Any
+    sample_batch: SampleBatch
+    training_data: Callable[[], Any] | None = None
 
 
 class KerasWorkload(Workload):
@@ -116,23 +121,20 @@ class KerasWorkload(Workload):
     RequestError for a place that Keras can't serve.
     """
 
-    def __init__(
-        self, place: Place, build_model: BuildModel, sample_batch: SampleBatch, placed: TrainStep | None = None
-    ) -> None:
+    def __init__(self, place: Place, build_recipe: Callable[[], Recipe], placed: TrainStep | None = None) -> None:
         self.place = place
-        self.sample_batch = sample_batch
-        self.data: Data | None = None  # None: a pool of what `sample_batch` makes
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
         self.memory = GpuMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
         self.steps = Steps(place, placed)
         with self.steps.split.scope():
-            self.model = build_model()
-            row = as_arrays(sample_batch(1))
+            self.model, self.sample_batch, training_data = build_recipe()
+            row = as_arrays(self.sample_batch(1))
             if not self.model.built:
                 self.model(row[0])
             build_variables(self.model, keras.utils.unpack_x_y_sample_weight(row))
         self.steps.attach(self.model)
+        self.data = None if training_data is None else as_training_data(training_data())
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)
         self._batches: Any = None
         self._position = 0

@@ -27,9 +27,10 @@ CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 
 
-def classifier(module: nn.Module, learning_rate: float) -> Recipe:
-    """A module that gives logits, with Adam and cross-entropy."""
-    return Recipe(module, torch.optim.Adam(module.parameters(), learning_rate), cross_entropy)
+def classifier(module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]) -> Recipe:
+    """A module that gives logits, with Adam and cross-entropy, on rows that are made."""
+    optimizer = torch.optim.Adam(module.parameters(), learning_rate)
+    return Recipe(module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows)))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -237,11 +238,10 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)
         return TorchWorkload(place, texts)
     make, batch, placements = MODELS[name]
-    lay = placements.get(place.placement)
+    lay, sample = placements.get(place.placement), partial(batch, **pick(batch, settings))
     return TorchWorkload(
         place,
-        lambda: classifier(make(**pick(make, settings)), learning_rate),
-        lambda rows: as_tensors(batch(rows, **pick(batch, settings))),
+        lambda: classifier(make(**pick(make, settings)), learning_rate, sample),
         lay and partial(lay, **pick(lay, settings)),
     )
 

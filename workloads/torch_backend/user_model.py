@@ -44,45 +44,31 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     """The workload of `file.py:attribute` or `package.module:attribute`."""
-    own = UserRecipe(name, settings)
-    return TorchWorkload(place, own.build_recipe, own.sample_batch)
+    return TorchWorkload(place, partial(load_recipe, name, settings))
 
 
-class UserRecipe:
-    """Loads the user's module when the workload asks for the recipe, once the device and its limits are set."""
-
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self._name = name
-        self._settings = settings
-        self._sample: Callable[[int], Any] | None = None
-
-    def build_recipe(self) -> Recipe:
-        """The recipe that the user's function gives; RequestError if it gives something else."""
-        own = user_code.load(self._name, self._settings)
-        recipe = find_recipe(self._name, own.result)
-        if recipe is not None:
-            return recipe
-        recipe, sample = from_user(self._name, own.result)
-        if recipe.data is None and sample is None and own.training_data is not None:
-            recipe = msgspec.structs.replace(recipe, data=to_data(self._name, own.training_data()))
-        if recipe.data is not None and own.lengths is not None:
-            recipe.data.lengths = read_lengths(own.lengths(recipe.data.dataset), recipe.data.rows)
-        self._sample = sample or own.sample_batch
-        if self._sample is None and recipe.data is None:
-            raise RequestError(
-                f"{self._name} has neither training_data() nor sample_batch(n).",
-                "Put one beside the function: your training's data set, or n inputs and n targets.",
-            )
+def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe that the user's function gives; RequestError if it gives something else."""
+    own = user_code.load(name, settings)
+    recipe = find_recipe(name, own.result)
+    if recipe is not None:
         return recipe
+    recipe = from_user(name, own.result)
+    if recipe.data is None and recipe.sample_batch is None and own.training_data is not None:
+        recipe = msgspec.structs.replace(recipe, data=to_data(name, own.training_data()))
+    if recipe.data is not None and own.lengths is not None:
+        recipe.data.lengths = read_lengths(own.lengths(recipe.data.dataset), recipe.data.rows)
+    recipe = msgspec.structs.replace(recipe, sample_batch=recipe.sample_batch or own.sample_batch)
+    if recipe.sample_batch is None and recipe.data is None:
+        raise RequestError(
+            f"{name} has neither training_data() nor sample_batch(n).",
+            "Put one beside the function: your training's data set, or n inputs and n targets.",
+        )
+    return recipe
 
-    def sample_batch(self, rows: int) -> Any:
-        """The user's batch of `rows` rows."""
-        assert self._sample is not None
-        return self._sample(rows)
 
-
-def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | None]:
-    """The recipe and `sample_batch` in what a user's function returned; RequestError names what is wrong with it."""
+def from_user(name: str, result: Any) -> Recipe:
+    """The recipe in what a user's function returned; RequestError names what is wrong with it."""
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
     if not isinstance(module, torch.nn.Module):
@@ -103,7 +89,7 @@ def from_user(name: str, result: Any) -> tuple[Recipe, Callable[[int], Any] | No
             raise RequestError(
                 f"{name} gives an object of type {type(each).__name__} as its {key}.", "Return a function."
             )
-    return Recipe(module, optimizer, loss, None if data is None else to_data(name, data)), sample
+    return Recipe(module, optimizer, loss, None if data is None else to_data(name, data), sample_batch=sample)
 
 
 def to_data(name: str, given: Any) -> Data:

@@ -47,9 +47,10 @@ class Recipe(msgspec.Struct, frozen=True):
     module: Any  # torch.nn.Module
     optimizer: Any  # over the module's parameters
     loss: Callable[..., Any] | None  # (outputs, targets) -> mean over the rows; None: the module returns its loss
-    data: Data | None = None  # to train on; None: batches are made
+    data: Data | None = None  # to train on; None: rows that `sample_batch` makes
     own_batch: int | None = None  # rows of a step in the user's training, where that is known
     pass_rows: int | None = None  # rows of a forward pass there, which surely fit
+    sample_batch: SampleBatch | None = None
 
 
 class Waits:
@@ -86,9 +87,7 @@ class TorchWorkload(Workload, StepListener):
     `lay` puts the module's parts on the place's devices, all of one process; without it there is one device.
     """
 
-    def __init__(
-        self, place: Place, build_recipe: BuildRecipe, sample_batch: SampleBatch | None = None, lay: Lay | None = None
-    ) -> None:
+    def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
         check_place(place, placed=lay is not None)
         self.place = place
         self.devices = configure(place)
@@ -103,7 +102,6 @@ class TorchWorkload(Workload, StepListener):
         if self._shards is None:
             module.to(self.device)
         self._equal_passes = 0  # of each rank; 0: of each its own
-        self._sample_batch = sample_batch
         self._batches: Batches | None = None
         self._loss: Any = None
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=place.precision == "mixed_float16")
@@ -252,7 +250,7 @@ class TorchWorkload(Workload, StepListener):
     def _open_batches(self) -> Batches:
         """Made on first use: within the memory cap, and before the peak of any step is counted."""
         if self._batches is None:
-            data = self.recipe.data or Data(Pool(cast(SampleBatch, self._sample_batch), self.device.type))
+            data = self.recipe.data or Data(Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type))
             self._batches = Batches(data, self.device, self.place.input == "device", self)
         return self._batches
 
