@@ -49,18 +49,10 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data()
         self._engine.share_retreats()
 
-    def agree(self) -> None:
+    def agree(self, *_: Any, **__: Any) -> None:
         """Stop if any process wants to."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
-
-
-class TogetherEachBatch(Together):
-    """Callback that stops all processes after the same batch, where callbacks may stop in the middle of an epoch."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop together, at the price of one more sum between the processes."""
-        self.agree()
 
 
 def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], None]) -> list[Any]:
@@ -76,8 +68,10 @@ def group_callbacks(given: Any, engine: Workers, share_weights: Callable[[], Non
             each._should_save_model = functools.partial(_only_judge, each._should_save_model)
         if isinstance(each, kinds.BackupAndRestore):
             backup, each._save_model = each, functools.partial(_save_backup, each)
-    kind = TogetherEachBatch if stopping > 0 else Together
-    return [*own, kind(engine, share_weights, backup)]
+    last = Together(engine, share_weights, backup)
+    if stopping > 0:  # one of them may stop in the middle of an epoch: together, at the price of one more sum a batch
+        last.on_train_batch_end = last.agree
+    return [*own, last]
 
 
 def _may_stop(callback: Any) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ..errors import RequestError
 from ..live.files import MOST_CHANGES, ShareChange
 from ..live.reporter import DeviceTimes, middle, spread, sum_up
 from ..plan.file import Share
@@ -56,18 +55,6 @@ class ChangingCut(Cut):
 
     def _list_edges(self) -> Any:
         return tf.constant([0, *accumulate(self.weights)], tf.int64)
-
-
-def make_changing(cut: Cut, global_batch: int | None, engine: str) -> ChangingCut:
-    """The cut as one that can change while an engine trains; RequestError where it can't."""
-    if engine != "multiworker":
-        raise RequestError(
-            f"engine={engine!r} can't rebalance: its devices wait for each other within a step.",
-            "Leave rebalance out, or start a process for each device with evener launch.",
-        )
-    if global_batch is None:
-        raise RequestError("rebalance=True needs a global batch.", "Give global_batch, or a plan.")
-    return ChangingCut(cut.sizes(global_batch), cut.micros)
 
 
 KEPT_STEPS = 25

@@ -24,7 +24,7 @@ from .divisions import Cut
 from .fit_hooks import FitHooks
 from .group import Group, GroupNoise, check_options, group_from_environment, order_by_device
 from .multiworker import Workers
-from .rebalancing import GroupRebalancer, make_changing
+from .rebalancing import ChangingCut, GroupRebalancer
 from .towers import Towers
 
 ENGINES = ("auto", "towers", "multiworker")
@@ -75,15 +75,18 @@ class Split:
             self.engine, self.why = "solo", "One device computes, so there is nothing to split."
         if self.global_batch is not None:
             self.global_batch = check_global_batch(self.global_batch, len(self.devices))
-        if noise and self.engine != "multiworker":
+        rebalance = rebalance and self.engine != "solo"
+        if (noise or rebalance) and self.engine != "multiworker":
             raise RequestError(
-                f"A noise scale is seen between processes, and engine={self.engine!r} has one.",
-                "Start a process for each device with evener launch, or leave noise out.",
+                f"rebalance and noise look at several processes, and engine={self.engine!r} has one.",
+                "Start a process for each device with evener launch, or leave them out.",
             )
         self._noise = GroupNoise() if noise else None  # of the last model
         self._changing = None
-        if rebalance and self.engine != "solo":
-            self.cut = self._changing = make_changing(self.cut, self.global_batch, self.engine)
+        if rebalance:
+            if self.global_batch is None:
+                raise RequestError("rebalance=True needs a global batch.", "Give global_batch, or a plan.")
+            self.cut = self._changing = ChangingCut(self.shares, self.cut.micros)
         if self.group is None:
             tf_devices.check_present(self.devices)
         elif self.group.size != len(self.devices):
