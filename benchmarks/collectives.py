@@ -69,13 +69,11 @@ def timed(options: argparse.Namespace) -> list[float]:
     """Seconds of a sum for each size, in this process of a group."""
     import tensorflow as tf
 
-    from evener.keras_split import group as groups
+    from evener.keras_split.group import Group
 
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
-    if options.way == "itself":
-        groups.communication = tf.distribute.experimental.CommunicationOptions
-    group = groups.Group(options.peers, options.rank)
+    group = Group(options.peers, options.rank)
     add = adder(group, options.way)
     seconds = []
     for size in options.sizes:
@@ -110,9 +108,14 @@ def adder(group: Any, way: str) -> Callable[[list[Any]], list[Any]]:
         add: Callable[[list[Any]], list[Any]] = group.sum
         return add
 
+    ways = tf.distribute.experimental.CommunicationImplementation
+    chosen = ways.NCCL if group.device.startswith("GPU") and way != "itself" else ways.AUTO
+    options = tf.distribute.experimental.CommunicationOptions(implementation=chosen)
+
     def reduce(tensors: list[Any]) -> Any:
         context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.identity(tensor) for tensor in tensors])
+        copies = [tf.identity(tensor) for tensor in tensors]
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, copies, options=options)
 
     return lambda tensors: group.strategy.run(reduce, args=(tensors,))
 

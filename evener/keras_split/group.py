@@ -40,13 +40,14 @@ class Group:
         self.rank = rank
         self.size = len(peers)
         self.name = hashlib.blake2b(",".join(peers).encode(), digest_size=8).hexdigest()  # the same in all of them
-        self.strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication())
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
         if self.strategy.num_replicas_in_sync != self.size:
             raise RequestError(
                 f"{self.size} processes see {self.strategy.num_replicas_in_sync} devices between them.",
                 "Show each process one GPU, by CUDA_VISIBLE_DEVICES.",
             )
-        self.device, self._way = ("GPU:0", "nccl") if _has_gpu() else ("CPU:0", "auto")
+        has_gpu = tf.config.list_physical_devices("GPU")  # between which TensorFlow sums over gRPC unless NCCL is named
+        self.device, self._way = ("GPU:0", "nccl") if has_gpu else ("CPU:0", "auto")
         with tf.device(self.device):
             self._order = tf.Variable(
                 0.0, trainable=False
@@ -110,17 +111,6 @@ class Group:
         """`sum` outside any graph."""
         given = list(tensors)  # traced for each kind of sums, which is no fault that TensorFlow should warn of
         return list(self._sum.get_concrete_function(given)(given)) if given else []
-
-
-def communication() -> Any:
-    """NCCL between GPUs: by default TensorFlow sums over gRPC, a second for the gradients of 79 M parameters."""
-    ways = tf.distribute.experimental.CommunicationImplementation
-    way = ways.NCCL if _has_gpu() else ways.AUTO
-    return tf.distribute.experimental.CommunicationOptions(implementation=way)
-
-
-def _has_gpu() -> bool:
-    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def group_from_environment() -> Group | None:
