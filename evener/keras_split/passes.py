@@ -33,9 +33,9 @@ class StateUpdate(NamedTuple):
 
 
 class StepStates:
-    """The states of a model over the calls of one step, in which no device waits for another.
+    """The states of a model over the calls of one step: no two devices draw the same numbers.
 
-    No two draw the same numbers, and a metric inside a layer counts the rows of all devices.
+    Metrics inside layers count the rows of all devices: one after another, or in passes each for itself.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -43,14 +43,15 @@ class StepStates:
         self._metrics = {id(variable): variable for variable in model.metrics_variables}
         every = {id(variable): variable for variable in model.non_trainable_variables} | self._metrics
         self._variables = list(every.values())
+        self._counted: dict[int, Any] = {}  # values of metrics after the devices so far
 
-    def starts(self, device: int) -> list[tuple[Any, Any]]:
-        """Every state with the value that a device's first call starts from."""
+    def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
+        """Every state with the value that a device's first call starts from; metrics from 0 on devices `apart`."""
         starts = []
         for state in self._variables:
             value = tf.convert_to_tensor(state)
             if id(state) in self._metrics:
-                value = tf.zeros_like(value)
+                value = tf.zeros_like(value) if apart else self._counted.get(id(state), value)
             elif is_seed(state) and device:
                 with tf.device(HOST):
                     value += tf.cast([0, device * SEED_STEP], value.dtype)
@@ -58,7 +59,7 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """The update of a state by a device's calls."""
+        """The update of a state by a device's passes."""
         if id(state) not in self._metrics:
             return StateUpdate(state, value, self._kinds[id(state)])
         warn_inner_metric(state)
@@ -84,9 +85,14 @@ class StepStates:
         found = []
         for state, begin in starts:
             new = scope.get_current_value(state)
-            if new is not begin:
-                counted = tf.where(size > 0, new, begin) if id(state) in self._metrics else new
-                found.append(self.update(state, counted))
+            if new is begin:
+                continue
+            if id(state) in self._metrics:
+                warn_inner_metric(state)
+                new = self._counted[id(state)] = tf.where(size > 0, new, begin)
+                found.append(StateUpdate(state, new, CHAINED))
+            else:
+                found.append(self.update(state, new))
         return found
 
 

@@ -142,7 +142,7 @@ class Towers:
         states = StepStates(self.model, self.kinds[training])
         for number, (device, (part, size)) in enumerate(zip(self.devices, pieces, strict=True)):
             with tf.device(device):
-                towers.append(self._tower(part, size, rows, training, states, states.starts(number)))
+                towers.append(self._tower(part, size, rows, training, states, states.starts(number, apart=False)))
         with tf.device(self.devices[0]):
             assign_updates([(tower.part, tower.updates) for tower in towers])
         return towers

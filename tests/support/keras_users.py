@@ -72,18 +72,35 @@ class OwnSteps(keras.Sequential):
         return 2 * super().predict_step(data)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest value, which isn't a sum over devices."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, x: Any, sample_weight: Any = None) -> None:
+        """Look at these values too."""
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(x)))
+
+    def result(self) -> Any:
+        """The largest so far."""
+        return self.value + 0.0
+
+
 class Watched(layers.Layer):
-    """Counts its rows in a metric and its calls in a whole number; in test it adds noise."""
+    """Counts its rows in metrics and its calls in a whole number; in test it adds noise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = keras.metrics.Mean(name="seen")
+        self.seen, self.largest = keras.metrics.Mean(name="seen"), Largest()
         self.calls = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
         self.noise = keras.random.SeedGenerator(1)
 
     def call(self, x: Any, training: bool = False) -> Any:
         """The rows."""
         self.seen.update_state(x)
+        self.largest.update_state(x)
         self.calls.assign_add(1)
         return x if training else x + keras.random.normal(keras.ops.shape(x), seed=self.noise, dtype=x.dtype)
 
@@ -199,7 +216,8 @@ def watched(model: Model) -> list[float]:
     figures = fit(batch_size=BATCH)(model)
     model.reset_metrics()
     model.predict(X, batch_size=BATCH, verbose=0)
-    return [*figures, float(model.layers[1].seen.result()), float(model.layers[1].calls.numpy())]
+    layer = model.layers[1]
+    return [*figures, *(float(each) for each in (layer.seen.result(), layer.largest.result(), layer.calls.numpy()))]
 
 
 def predict(model: Model) -> list[float]:
