@@ -48,7 +48,7 @@ def gradients(workload: Any, start: list[Any]) -> float:
     x, y = reviews(12, SMALL["words"], SMALL["vocabulary"])
     found: list[Any] = []
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)
     def step() -> Any:
         with patch.object(workload.model.optimizer, "apply_gradients", lambda pairs: found.extend(pairs)):
             loss = workload.model.train_step(((tf.constant(x[0]), tf.constant(x[1])), tf.constant(y)))["loss"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -19,8 +19,8 @@ import torch
 
 from evener.errors import RequestError
 from evener.workloads.protocol import Place
-from evener.workloads.torch_backend import user_model
 from evener.workloads.torch_backend.user_model import find_recipe
+from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from tests.support.frameworks import LazyModule
 
 programs: Any = LazyModule("tests.support.huggingface_programs")
@@ -44,9 +44,7 @@ def probe(built: Any) -> tuple[int, float]:
     assert recipe is not None
     assert recipe.data is not None
     before = [tensor.detach().clone() for tensor in recipe.module.parameters()]
-    kind: Any = user_model.UserRecipe
-    kind.build_recipe = lambda _: recipe
-    workload: Any = user_model.build("train.py:build", CPU, {})
+    workload = TorchWorkload(CPU, lambda: recipe)
     for shares, micro in (((6,), ()), ((8,), (3,))):
         workload.prepare(shares, micro)
         workload.step()
@@ -59,10 +57,7 @@ def probe(built: Any) -> tuple[int, float]:
 
 def step_probe(trainer: Any) -> None:
     """Take a probe's step in three passes; after an evaluation, each begins with train(), whose time counts."""
-    recipe = find_recipe("train.py:build", trainer)
-    kind: Any = user_model.UserRecipe
-    kind.build_recipe = lambda _: recipe
-    workload: Any = user_model.build("train.py:build", CPU, {})
+    workload = TorchWorkload(CPU, lambda: cast(Recipe, find_recipe("train.py:build", trainer)))
     workload.prepare((8,), (3,))
     trainer.model.eval()
     workload.step()
