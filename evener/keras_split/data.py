@@ -101,8 +101,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
         width = [[0, 0], [0, whole - tf.shape(tensor)[1]]]
         padded = tf.pad(tensor, [*width, *([[0, 0]] * (tensor.shape.rank - 2))])
         padded.set_shape([None, whole, *tensor.shape[2:]])
-        mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None:
+        if (mask := getattr(tensor, "_keras_mask", None)) is not None:
             padded._keras_mask = tf.pad(mask, width)
         return padded
 
@@ -215,14 +214,12 @@ class ArrayBatches:
                 start = step * self.batch
                 return take(epoch, start, tf.minimum(start + self.batch, self.rows))
 
-        def follow(number: Any) -> Any:
-            return make(number // self.steps, number % self.steps)
-
         calls: Any = {"num_parallel_calls": threads, "deterministic": True}
         if not endless and self._shuffle:
             return self._shuffled().map(as_it_is(make), **calls).prefetch(PREFETCHED_BATCHES)
         numbers = tf.data.Dataset.range(ENDLESS_STEPS if endless else self.steps)
-        dataset = numbers.map(as_it_is(follow), **calls).prefetch(PREFETCHED_BATCHES)
+        follow = as_it_is(lambda number: make(number // self.steps, number % self.steps))
+        dataset = numbers.map(follow, **calls).prefetch(PREFETCHED_BATCHES)
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
     def _shuffled(self) -> Any:

@@ -43,6 +43,8 @@ from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
 from .measuring import measure_first
 
+ARRAYS = ("x", "y", "sample_weight")
+
 
 class FitHooks:
     """Methods that replace a model's own so that a split's `engine` trains it; without one, it is Keras' on one device.
@@ -66,19 +68,19 @@ class FitHooks:
 
     def attach(self) -> None:
         """Replace the model's steps by the engine's, and what prepares them."""
-        model, engine, kind = self.model, self.engine, self.split.engine
+        model, engine, split = self.model, self.engine, self.split
         for name in ("train_step", "test_step", "predict_step"):
             own = not hasattr(engine, name) or (name != "train_step" and overrides(model, name))
             setattr(model, name, functools.partial(self._own_step, name) if own else getattr(engine, name))
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, functools.partial(self._make, name))
-        if kind == "multiworker":
+        if split.engine == "multiworker":
             model.train_on_batch = functools.partial(self.on_batch, "train_on_batch")
             model.test_on_batch = functools.partial(self.on_batch, "test_on_batch")
             for name in ("save", "save_weights"):
                 setattr(model, name, functools.partial(save_whole, self.group.rank, getattr(model, name)))
         model.get_compile_config, model.__reduce__ = self.compile_config, self.reduce
-        if kind != "solo" and model._call_has_training_arg:
+        if split.engine != "solo" and model._call_has_training_arg:
             model.call = warn_of_own_loop(model)
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
@@ -100,19 +102,19 @@ class FitHooks:
 
     def _make(self, name: str, force: bool = False) -> Any:
         """Make a function as Keras does, without XLA, which is for one device; refuse what the engine can't do."""
-        model, kind = self.model, self.split.engine
+        model, split = self.model, self.split
         if name == "make_train_function":
             if self._pass_rows is not None:
                 check_passes(model, self._pass_rows)
-            CHECKS[kind](model)
+            CHECKS[split.engine](model)
             if self.group is not None and model.train_function is None and not self._starts:
                 self._share_weights()
             self._starts = False
         elif name == "make_test_function" and self.group is not None:
-            check_test_step(model, kind)
+            check_test_step(model, split.engine)
             if model.test_function is None:
                 self._share_weights()
-        if model.jit_compile and not (kind == "solo" and self.split.devices[0].endswith(":0")):
+        if model.jit_compile and not (split.engine == "solo" and split.devices[0].endswith(":0")):
             model.jit_compile = False
         function = name.removeprefix("make_")
         before = getattr(model, function)
@@ -159,8 +161,7 @@ class FitHooks:
             if self.group is None or not size:
                 chosen["batch_size"] = size
             else:
-                data = pack_arrays(chosen["x"], chosen["y"], chosen["sample_weight"])
-                chosen["x"], steps = self._in_order(data, size)
+                chosen["x"], steps = self._in_order(pack_arrays(*map(chosen.get, ARRAYS)), size)
                 chosen |= {"y": None, "sample_weight": None, "batch_size": None, "steps": chosen["steps"] or steps}
         return type(self.model).evaluate(*call.args, **call.kwargs)
 

@@ -209,8 +209,6 @@ def measure_first(engine: Any, device: str, training: bool, run: Callable[[Any],
             first, batches = peek(batches, engine.model.steps_per_execution)
             if first is not None:
                 check_batch(engine, first, device, training)
-                with tf.device(device):
-                    build_variables(engine.model, _read_triple(first), training)
             measured = True
         return run(batches)
 
@@ -226,9 +224,8 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
         if training and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         x, y = cut_rows(data[:2], 0, 1)
-        missing = [
-            part for part in (model._compile_loss, model._compile_metrics) if part is not None and not part.built
-        ]
+        parts = model._compile_loss, model._compile_metrics
+        missing = [part for part in parts if part is not None and not part.built]
         if missing and y is not None:
             outputs = _call(model, x, training).outputs
             for part in missing:
@@ -273,12 +270,14 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 
 def check_batch(engine: Any, first: Tensors, device: str, training: bool = True) -> None:
-    """Measure a batch, and tell the engine; RequestError for what it can't do exactly."""
+    """Measure a batch, tell the engine, and make variables; RequestError for what it can't do exactly."""
     found, in_passes = _find(engine, first, device, training), training and engine.cut.in_passes
     engine.kinds[training] = found
     refuse_everywhere(found, engine.model)
     if _is_partial(engine, training):
         refuse_partial(found, engine.name, in_passes)
+    with tf.device(device):
+        build_variables(engine.model, _read_triple(first), training)
 
 
 def _is_partial(engine: Any, training: bool) -> bool:

@@ -98,13 +98,14 @@ class Split:
         self._inputs: Any = None  # of the last model
         if self.plan is not None and (self.group is None or self.group.rank == 0):
             _warn_of_limits(self.plan)
-            measured = self.plan.layout.engine
-            if self.why == ONE_PROCESS:
-                warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
-            elif measured not in ("", self.engine) and self.engine != "solo":
-                warn(
-                    f"The plan was measured with engine={measured!r}, this is {self.engine!r}: expect other samples/s."
-                )
+            self._warn_of_engine(self.plan.layout.engine)
+
+    def _warn_of_engine(self, measured: str) -> None:
+        """Warn of another rate than the plan's, which was measured with this engine."""
+        if self.why == ONE_PROCESS:
+            warn(f"{self.why} Expect other samples/s, or start one for each as in docs/training.md.")
+        elif measured not in ("", self.engine) and self.engine != "solo":
+            warn(f"The plan was measured with engine={measured!r}, this is {self.engine!r}: expect other samples/s.")
 
     @property
     def shares(self) -> tuple[int, ...]:

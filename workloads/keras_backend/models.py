@@ -18,7 +18,7 @@ from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes
 from ..protocol import Place, Workload, pick
-from .workload import KerasWorkload, Recipe
+from .workload import KerasRecipe, KerasWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
@@ -181,9 +181,11 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     make, batch = MODELS[name]
     sample = partial(batch, **pick(batch, settings))
     if place.placement in ("", "single"):
-        return KerasWorkload(place, lambda: Recipe(make(**settings), sample))
+        return KerasWorkload(place, lambda: KerasRecipe(make(**settings), sample))
     places = tower_devices(place)
-    return KerasWorkload(place, lambda: Recipe(make(**settings, devices=places), sample), partial(placed_step, places))
+    return KerasWorkload(
+        place, lambda: KerasRecipe(make(**settings, devices=places), sample), partial(placed_step, places)
+    )
 
 
 MODELS: Mapping[str, Any] = {  # and what makes their batches

@@ -28,7 +28,7 @@ from ..protocol import Place
 TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
-class Steps:
+class KerasSteps:
     """A model's steps by a `Split`, by another one for other devices, and another in passes; each is traced once.
 
     `placed` is the step of a workload that lays its own parts on several devices. Making this starts TensorFlow.
@@ -45,15 +45,15 @@ class Steps:
         if place.world > 1:
             workers = {"cluster": {"worker": list(place.peers)}, "task": {"type": "worker", "index": place.rank}}
             os.environ["TF_CONFIG"] = json.dumps(workers)
-        self.name = "placed" if placed else "multiworker" if place.world > 1 else "towers" if several else "solo"
+        self.engine = "placed" if placed else "multiworker" if place.world > 1 else "towers" if several else "solo"
         self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any]] = {}  # by devices, and whether in passes
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
     def _make_split(self, devices: tuple[str, ...], shares: Sequence[int], micro: Sequence[int]) -> Split:
-        if self.name == "placed":
+        if self.engine == "placed":
             return Split(devices=devices[:1])
-        engine = "towers" if micro and self.name == "solo" else self.name
-        split = Split(devices=devices, engine="auto" if engine == "solo" else engine)
+        engine = self.engine if len(self._devices) > 1 else "towers" if micro else "auto"
+        split = Split(devices=devices, engine=engine)
         split.survives = False  # a probe finds what fits
         if split.engine != "solo":
             split.cut = ChangingCut(shares, micro)
@@ -74,7 +74,7 @@ class Steps:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
             if self.place.input == "device":  # without a look at the first batch, which towers have in pieces
-                if self.name == "towers":
+                if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)
             self._made[devices, passes] = split, model.train_function
@@ -82,16 +82,9 @@ class Steps:
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         """Step on these shares from now on, in passes with `micro`; RequestError for shares of other devices."""
-        place = self.place
-        if micro and (self._placed or place.xla or place.input == "device"):
-            raise RequestError("Placements, XLA and --input device take no passes.", "Give --micro off.")
+        self._check(shares, micro)
         if self._placed:
             return
-        if len(shares) != len(self._devices) or not any(self.own(shares)):
-            raise RequestError(
-                f"Rank {place.rank} can't step with the shares {tuple(shares)}.",
-                "Give one for each device; in a group, each process needs one above 0.",
-            )
         devices = tuple(name for name, share in zip(self._devices, shares, strict=True) if share)
         sizes = [[rows for rows in each if rows] for each in (shares, micro)]
         if (devices, bool(micro)) not in self._made:
@@ -99,6 +92,16 @@ class Steps:
         self._take(devices, bool(micro))
         if isinstance(self.split.cut, ChangingCut):
             self.split.cut.change(*sizes)
+
+    def _check(self, shares: Sequence[int], micro: Sequence[int]) -> None:
+        place = self.place
+        if micro and (self._placed or place.xla or place.input == "device"):
+            raise RequestError("Placements, XLA and --input device take no passes.", "Give --micro off.")
+        if not self._placed and (len(shares) != len(self._devices) or not any(self.own(shares))):
+            raise RequestError(
+                f"Rank {place.rank} can't step with the shares {tuple(shares)}.",
+                "Give one for each device; in a group, each process needs one above 0.",
+            )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
         """The sizes above 0 of this process' devices; of parts that lie on several, one for all."""
@@ -110,13 +113,13 @@ class Steps:
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
         """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is computed once."""
         own = self.own(shares)
-        if self.name == "towers":
+        if self.engine == "towers":
             x, y = batch
             edges = zip(self.split.devices, pairwise([0, *accumulate(own)]), strict=True)
             pieces = [_put(slice_rows(x, *edge), tf.device(device)) for device, edge in edges]
             return [*pieces, _put(y, self.split.scope())]
         sent = _put(batch, self.split.scope())
-        if self.name != "multiworker":
+        if self.engine != "multiworker":
             return sent
         rows = tf.constant(sum(shares), tf.int64)
         whole = keras.tree.map_structure(lambda each: tf.gather(each, tf.range(rows) % own[0]), sent)  # for metrics

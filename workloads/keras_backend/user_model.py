@@ -17,7 +17,7 @@ from evener.errors import RequestError
 
 from .. import user_code
 from ..protocol import Place, Workload
-from .workload import KerasWorkload, Recipe, SampleBatch
+from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
@@ -25,7 +25,7 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     return KerasWorkload(place, partial(load_recipe, name, settings))
 
 
-def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
+def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
     """The user's compiled model with its data; RequestError if their functions give something else."""
     own = user_code.load(name, settings)
     model = own.result
@@ -42,7 +42,7 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
             "Remove it. By the plan's shares, split.data(..., lengths=) assigns padded rows in the training.",
         )
     sample = partial(noise_for, model) if own.sample_batch is None else partial(check_sample, name, own.sample_batch)
-    return Recipe(model, sample, own.training_data)
+    return KerasRecipe(model, sample, own.training_data)
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:

@@ -25,21 +25,21 @@ from evener.keras_split.split import Split
 from evener.keras_split.tf_devices import make_logical_cpus
 
 from ..protocol import MemoryMeter, Place, Workload
-from .steps import Steps, TrainStep
+from .steps import KerasSteps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
 POOL_BYTES = 64 << 20
 FEWEST_ROWS, MOST_ROWS = 64, 1 << 16
 
 
-class Data(NamedTuple):
-    """What to train on; `batches` are endless, global ones of a size, in the form that the split's steps take."""
+class KerasData(NamedTuple):
+    """The data to train on; `batches` are endless, global ones of a size, in the form that the split's steps take."""
 
     batches: Callable[[Split, int], Any]
     rows: int = 0  # of an epoch; 0: unknown
 
 
-def feed_rows(arrays: tuple[Any, ...], made: bool = False) -> Data:
+def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
     """Data of arrays (x, y), or (x, y, weight); `made` are more of what a training has."""
     length = array_rows(arrays)
 
@@ -47,10 +47,10 @@ def feed_rows(arrays: tuple[Any, ...], made: bool = False) -> Data:
         rows = batch * max(1, length // batch)
         return split.batches(ArrayBatches(arrays, batch, shuffle=True, rows=rows), endless=True)
 
-    return Data(batches, 0 if made else length)
+    return KerasData(batches, 0 if made else length)
 
 
-def feed_datasets(make: Callable[[int], Any], rows: int = 0) -> Data:
+def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
     """Data of datasets, which `make` gives by the rows of a batch; RequestError where it gives something else."""
 
     def batches(_: Split, batch: int) -> Any:
@@ -67,34 +67,33 @@ def feed_datasets(make: Callable[[int], Any], rows: int = 0) -> Data:
                 f"training_data() gives a batch of {found} rows instead of {batch}.",
                 "Batch by the size that it is called with, from a data set that has at least that many rows.",
             )
-        whole = as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))
-        return data.filter(whole).repeat()
+        return data.filter(as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))).repeat()
 
-    return Data(batches, rows)
+    return KerasData(batches, rows)
 
 
-def pool(sample_batch: SampleBatch) -> Data:
+def pool(sample_batch: SampleBatch) -> KerasData:
     """Rows made by `sample_batch`, within a limit of memory."""
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
     with tf.device("CPU:0"):
-        return feed_rows(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))), made=True)
+        return make_row_data(keras.tree.map_structure(tf.convert_to_tensor, as_arrays(sample_batch(count))), made=True)
 
 
-def as_training_data(given: Any) -> Data:
+def as_training_data(given: Any) -> KerasData:
     """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function batch -> dataset."""
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
-        return feed_datasets(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
+        return make_stream_data(lambda batch: given.batch(batch).prefetch(tf.data.AUTOTUNE), rows)
     if callable(given):
-        return feed_datasets(given)
+        return make_stream_data(given)
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise RequestError(
             f"training_data() gives an object of type {type(given).__name__}.",
             "Return arrays (x, y), a tf.data.Dataset of single samples, or a function that makes one of n-row batches.",
         )
-    return feed_rows(as_arrays(given))
+    return make_row_data(as_arrays(given))
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
@@ -107,7 +106,7 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
     return keras.tree.map_structure(convert, tuple(data))
 
 
-class Recipe(NamedTuple):
+class KerasRecipe(NamedTuple):
     """A compiled model and what it trains on; without data, a pool of rows that `sample_batch` makes."""
 
     model: Any
@@ -116,17 +115,17 @@ class Recipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped as `Steps` has it; `placed` replaces the step of one device.
+    """A compiled model at its place, stepped as `KerasSteps` has it; `placed` replaces the step of one device.
 
     RequestError for a place that Keras can't serve.
     """
 
-    def __init__(self, place: Place, build_recipe: Callable[[], Recipe], placed: TrainStep | None = None) -> None:
+    def __init__(self, place: Place, build_recipe: Callable[[], KerasRecipe], placed: TrainStep | None = None) -> None:
         self.place = place
         configure(place)
         self._on_gpus = any(name.startswith("GPU") for name in place.devices)
-        self.memory = GpuMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
-        self.steps = Steps(place, placed)
+        self.memory = AllocatorMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+        self.steps = KerasSteps(place, placed)
         with self.steps.split.scope():
             self.model, self.sample_batch, training_data = build_recipe()
             row = as_arrays(self.sample_batch(1))
@@ -182,7 +181,7 @@ class KerasWorkload(Workload):
         return {
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
-            "engine": self.steps.name,
+            "engine": self.steps.engine,
             "parameters": str(self.model.count_params()),
             "digest": model_digest(self.model),
             "rows": str(self.data.rows if self.data is not None else 0),
@@ -192,7 +191,7 @@ class KerasWorkload(Workload):
         }
 
 
-class GpuMemory(MemoryMeter):
+class AllocatorMemory(MemoryMeter):
     """TensorFlow's allocator on GPUs that it calls GPU:0, ..., which keeps what it has."""
 
     def __init__(self, gpus: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,11 +56,9 @@ def maxer() -> nn.Sequential:
             layers += [nn.Conv2d(before, filters, 3, padding=1), nn.ReLU()]
             before = filters
     layers.append(nn.Flatten())
-    before *= 7 * 7
-    for units in DENSE:
-        layers += [nn.Linear(before, units), nn.ReLU()]
-        before = units
-    return nn.Sequential(*layers, nn.Linear(before, 10))
+    for inputs, units in pairwise((before * 7 * 7, *DENSE)):
+        layers += [nn.Linear(inputs, units), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(DENSE[-1], 10))
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
