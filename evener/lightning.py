@@ -21,7 +21,7 @@ from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
 from .torch_split.batch import OfPart, Part, make_parts, weigh_by_count
 from .torch_split.checks import check_memory
-from .torch_split.collectives import end_with_others, note_end, own_collectives
+from .torch_split.collectives import end_on_gpu, own_collectives
 from .torch_split.exchange import Exchange
 from .torch_split.planned import PlannedTraining
 from .torch_split.wrapped import check_normalization
@@ -142,21 +142,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
             handlers[:] = [(lambda *_: noted.append(None)) if each == own else each for each in handlers]
             sent = torch.tensor([bool(noted or trainer.received_sigterm)])
-            with own_collectives():
-                dist.broadcast(sent, 0, group=group)
+            try:
+                with own_collectives():
+                    dist.broadcast(sent, 0, group=group)
+            except RuntimeError as error:
+                end_on_gpu(error, self.root_device)  # where Lightning would first wait for sums that never end
+                raise
             noted.extend([None] * bool(noted))
             connector.received_sigterm |= bool(sent) or len(noted) > 2
             if sent:
                 stop()
 
         setattr(loop, _ASKS, ask)
-        end_with_others(self.root_device)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Let other ranks know of this one's end before it waits for them in leaving the process group."""
-        super().on_exception(exception)
-        if self.trains and self._planned.world > 1:
-            note_end(exception)
 
     def configure_ddp(self) -> None:
         """DistributedDataParallel where others train too."""

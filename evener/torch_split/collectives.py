@@ -226,11 +226,16 @@ def end_when_stuck() -> None:
     Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
 
 
+def end_on_gpu(error: Exception, device: torch.device) -> None:
+    """End this process by an error, unless it is on a CPU: what is on its GPU's stream may never end."""
+    if device.type == "cuda":
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+
+
 @cache
 def end_with_others(device: torch.device) -> None:
     """Let this process end soon after another rank's error where NCCL would have it wait for that rank for minutes."""
-    if device.type == "cpu":
-        return
     store = dist.distributed_c10d._get_default_store()
     rank, world, over = dist.get_rank(), dist.get_world_size(), Event()
 
@@ -269,25 +274,19 @@ def await_end(store: Any, rank: int, world: int, is_stuck: Callable[[], bool], o
     return ""
 
 
-def note_end(error: BaseException) -> None:
-    """Note what ends this rank for the others, unless it is that they have ended."""
-    if not any(map(_is_lost, _chain(error))):
-        line = str(error).strip().partition("\n")[0]
-        with suppress(RuntimeError, ValueError):  # of a store that has gone with the process that it was in
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"{ENDED}/{dist.get_rank()}", f"{type(error).__name__}: {line}".rstrip(": ."))
-
-
 def _explain_ranks(error: Exception) -> None:
     """Note this rank's own error for the others, or say whose error is behind it."""
-    note_end(error)
-    if not any(map(_is_lost, _chain(error))):
-        return
     rank, world = dist.get_rank(), dist.get_world_size()
+    lost = any(map(_is_lost, _chain(error)))
     try:
-        say(f"evener: {_find_ended(dist.distributed_c10d._get_default_store(), rank, world)}")
-    except (RuntimeError, ValueError):
-        if rank:
+        store = dist.distributed_c10d._get_default_store()
+        if lost:
+            say(f"evener: {_find_ended(store, rank, world)}")
+        else:
+            line = str(error).strip().partition("\n")[0]
+            store.set(f"{ENDED}/{rank}", f"{type(error).__name__}: {line}".rstrip(": ."))
+    except (RuntimeError, ValueError):  # of a store that has gone with the process that it was in
+        if lost and rank:
             say(f"evener: {_RANK_0_ENDED}")
 
 
