@@ -136,6 +136,10 @@ class Bucket:
             self._forget(place)
         self._multiply(weight)
         self._flags.copy_(self._pattern(number, weight != 0.0))
+        self._add_held()
+
+    def _add_held(self) -> None:
+        """Add the gradients that have been weighed before, if there are any."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
