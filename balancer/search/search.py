@@ -52,8 +52,8 @@ class Search:
 
     def _read_again(self, still_true: Sequence[str] = ()) -> None:
         """Forget what followed from the observations, but for what is still true: exploration saw nothing new."""
-        told = ("problem", "options", "_seen", *still_true)
-        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in told}
+        kept = ("problem", "options", "_seen", *still_true)
+        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in kept}
 
     def learn_data(
         self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None
