@@ -23,13 +23,15 @@ FILES = (  # heading, what it is, the module, its structs
     ("Cost of a pass", "The key `cost` of a share, where rows are of unequal length.", "evener/shares/curves.py",
      ("Cost",)),
     ("Live file", "What a training that reports itself writes, twice a second, for the monitor: one JSON object for"
-     " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`.", "evener/live/files.py",
-     ("LiveRecord", "LiveDevice", "ShareChange")),
+     " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`. A `LiveRecord` has the keys"
+     " of `Details` too.", "evener/live/files.py",
+     ("LiveRecord", "Details", "LiveDevice", "ShareChange")),
     ("Noise scale", "The key `noise` of a live file, and `scale` of a training's journal.",
      "evener/training/noise_scale.py", ("NoiseScale",)),
     ("Journal of a search", "`journal.jsonl` of a run: JSON lines, which `entry` names. The first is a header.",
      "balancer/journal.py",
-     ("Header", "AskedEntry", "ObservationEntry", "FactsEntry", "EndedEntry", "FailedEntry")),
+     ("Header", "AskedEntry", "ObservationEntry", "FactsEntry", "FailedEntry")),
+    ("End of a search", "The last line of a search's journal.", "balancer/events.py", ("Finished",)),
     ("Measurements", "The keys `probes` and `seen` of a search's journal.", "balancer/types.py",
      ("Layout", "Probe", "Timed", "OutOfMemory", "Failed")),
     ("Journal of a training", "`training.jsonl` of a run: JSON lines, which `entry` names.", "evener/live/journal.py",
