@@ -23,8 +23,8 @@ FILES = (  # heading, what it is, the module, its structs
     ("Cost of a pass", "The key `cost` of a share, where rows are of unequal length.", "evener/shares/curves.py",
      ("Cost",)),
     ("Live file", "What a training that reports itself writes, twice a second, for the monitor: one JSON object for"
-     " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`. A `LiveRecord` has the keys"
-     " of `Details` too.", "evener/live/files.py",
+     " each process, in `$XDG_RUNTIME_DIR/evener/live`, or below `~/.local/state/evener/live`. A `LiveRecord` has"
+     " the keys of `Details` too.", "evener/live/files.py",
      ("LiveRecord", "Details", "LiveDevice", "ShareChange")),
     ("Noise scale", "The key `noise` of a live file, and `scale` of a training's journal.",
      "evener/training/noise_scale.py", ("NoiseScale",)),
