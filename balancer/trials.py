@@ -44,8 +44,12 @@ from .types import (
 )
 
 DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
-Found = TypeVar("Found", Learned, Timed | None)
 ALONE_SECONDS = 3.0  # of each device by itself
+BATCHES = 2  # that a dry run steps: two points give a line
+PROBE_SECONDS = 0.5  # of each of them
+ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two averages
+TELLING = 0.02  # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the rows'
+Found = TypeVar("Found", Learned, Timed | None)
 
 
 class RunLength(msgspec.Struct, frozen=True):
@@ -198,12 +202,6 @@ def _measure_alone(prober: Prober, layout: Layout, seconds: float, stop: threadi
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)
-
-
-BATCHES = 2  # stepped: two points give a line
-PROBE_SECONDS = 0.5
-ADAMW_BYTES = 16  # of a parameter in float32: itself, its gradient and two averages
-TELLING = 0.02  # of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the rows'
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):

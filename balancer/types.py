@@ -64,6 +64,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """The most rows that each device has in one pass: what its memory must hold."""
         return self.micro or self.shares
 
+    @cached_property
+    def children(self) -> Layout:
+        """The layout without its sizes: equal for all layouts that the same children can run."""
+        shares = tuple(min(1, share) for share in self.shares)
+        return Layout(self.kind, shares, self.processes, self.placement, self.knobs, state=self.state)
+
     @property
     def in_passes(self) -> bool:
         """True if a device takes its share in more than one pass."""

@@ -22,6 +22,9 @@ from evener.training.launched import resolve
 
 RENDEZVOUS_PORT = 29400  # of a launch over several hosts: PyTorch's own
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+CONNECT_SECONDS = 3.0
+MOST_CALLERS = 4096  # hosts that connect once each
+Place = tuple[str, int]  # a host's address, and a port
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
@@ -42,11 +45,6 @@ def find_interface(host: str) -> str:
                 if own in {each.address for each in addresses}:
                     return name
     return ""
-
-
-CONNECT_SECONDS = 3.0
-MOST_CALLERS = 4096  # hosts that connect once each
-Place = tuple[str, int]  # a host's address, and a port
 
 
 class Listener:

@@ -39,7 +39,6 @@ from .launch_plan import (
     assign_devices,
     build_commands,
     choose_engine,
-    key_of,
     map_ranks,
     runs_in_one_process,
 )
@@ -126,7 +125,7 @@ class ChildProber:
         probe = Probe(solo(len(self._devices), 0, 1), "solo", seconds)
         progress, stop = ProgressReporter(probe, lambda _: None, self.now), threading.Event()
         try:
-            group = self._start(key_of(probe.layout), progress, stop)
+            group = self._start(probe.layout.children, progress, stop)
             progress.enter("measuring")
             limit = seconds + self._timeouts.prepare
             return cast(Learned, group.call(lambda _: Learn(seconds, batch), Learned, limit, stop)[0])
@@ -173,7 +172,7 @@ class ChildProber:
         return GroupError(RankFailure(rank, "device", lost.message))
 
     def _attempt(self, probe: Probe, progress: ProgressReporter, stop: threading.Event, started: float) -> Timed:
-        key = key_of(probe.layout)
+        key = probe.layout.children
         idle = read_idle(self._hosts, self._unused)
         self._hosts.wait_for_drivers(key.active, stop)
         group = self._take_idle(key)
@@ -297,7 +296,7 @@ class ChildProber:
         return group
 
     def _failed(self, probe: Probe, failure: RankFailure, phase: str, elapsed_seconds: float) -> OutOfMemory | Failed:
-        key = key_of(probe.layout)
+        key = probe.layout.children
         devices = self._find_devices(key, failure)
         if failure.out_of_memory:
             short_bytes: tuple[int, ...] = ()

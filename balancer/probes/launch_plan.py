@@ -27,12 +27,7 @@ from .protocol import Build
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
-
-
-def key_of(layout: Layout) -> Layout:
-    """The layout without its sizes: equal for all layouts that the same children can run."""
-    shares = tuple(min(1, share) for share in layout.shares)
-    return Layout(layout.kind, shares, layout.processes, layout.placement, layout.knobs, state=layout.state)
+MOST_HELD = 256  # ports that were found
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
@@ -119,7 +114,6 @@ def build_commands(
 
 
 _held: deque[int] = deque()  # sockets that are bound to the ports that were found, so that nobody else gets them
-MOST_HELD = 256
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
@@ -200,7 +194,7 @@ class MemoryBudget:
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
         """Idle groups that have to end before these probes start; the ones that will run them stay."""
-        wanted = {key_of(probe.layout) for probe in probes}
+        wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
         if others and self._available_bytes() < LOW_HOST_BYTES:
             return others

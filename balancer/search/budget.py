@@ -183,7 +183,7 @@ class Budget:
 
         For new children it is guessed from the solo starts, which come first and so are the slowest.
         """
-        own = self._starts.get(_children(layout))
+        own = self._starts.get(layout.children)
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
@@ -196,7 +196,7 @@ class Budget:
         """Seconds that each group of children took to start, once for each probe."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
-            starts[_children(seen.probe.layout)].append(seen.restart_seconds)
+            starts[seen.probe.layout.children].append(seen.restart_seconds)
         return dict(starts)
 
     @cached_property
@@ -269,11 +269,6 @@ class Budget:
                 (position,) = seen.probe.layout.active
                 rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
         return rates
-
-
-def _children(layout: Layout) -> Layout:
-    """The layout without its sizes: equal for layouts that run on the same children."""
-    return Layout(layout.kind, tuple(map(bool, layout.shares)), layout.processes, layout.placement, layout.knobs)
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:

@@ -40,6 +40,22 @@ from .sharded import Sharded
 from .unit import choose_units, count_gathered
 
 _MEET = "meet in each unit of a sharded model"
+ELEMENTWISE = (
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+_all: weakref.WeakSet[Sharded] = weakref.WeakSet()
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that pieces have taken the place of
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def shard(
@@ -136,24 +152,6 @@ def _refuse(*_: Any) -> None:
         "A sharded model's parameters are pieces of its own.",
         "Use split.model_state(model), split.save and split.load.",
     )
-
-
-ELEMENTWISE = (
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-)
-_all: weakref.WeakSet[Sharded] = weakref.WeakSet()
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that pieces have taken the place of
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:

@@ -21,6 +21,8 @@ from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import DealtBatch, cut_rows, tensors_in
 from .collectives import is_equal_everywhere
 
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Part:
     """The rows of one pass, in the batch's own structure; `rows` of them count, 0 where the rank only keeps step.
@@ -120,9 +122,6 @@ def weigh_by_count(parts: Sequence[Part], count: OfPart, sizes: Sequence[int], r
     weights = own.to(total.device) / (total * (gradient_weight(sizes, rank) or 1.0))
     for part, weight in zip(parts, weights, strict=True):
         part.weight, part.count = weight, count
-
-
-AddUp = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _count(count: OfPart, part: Part) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from evener.balancer.intake import take_in
 from evener.balancer.probes.child_prober import make_prober
-from evener.balancer.probes.launch_plan import assign_devices, choose_engine, key_of
+from evener.balancer.probes.launch_plan import assign_devices, choose_engine
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Probe, Timed, layout_of
 from evener.devices.types import Device
@@ -30,9 +30,9 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
     """Whatever `auto` would have taken; a solo has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
     resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
-    assert choose_engine(resolved, key_of(SPLIT)) == engine
-    assert len(assign_devices(resolved, key_of(SPLIT))) == children
-    assert choose_engine(resolved, key_of(layout_of((8, 0)))) == ""
+    assert choose_engine(resolved, SPLIT.children) == engine
+    assert len(assign_devices(resolved, SPLIT.children)) == children
+    assert choose_engine(resolved, layout_of((8, 0)).children) == ""
 
 
 @two_cores

@@ -18,7 +18,6 @@ from evener.balancer.probes.launch_plan import (
     build_commands,
     choose_engine,
     find_free_ports,
-    key_of,
     map_ranks,
     runs_in_one_process,
 )
@@ -49,7 +48,7 @@ def resolved_for(framework: str, *devices: Device) -> Job:
 
 def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
     """What each child of a layout has to build."""
-    resolved, key = resolved_for(framework, *devices), key_of(layout)
+    resolved, key = resolved_for(framework, *devices), layout.children
     assigned = assign_devices(resolved, key)
     environments = [child_environment(group, framework) for group in assigned]
     grouped = layout.kind == "split" and len(assigned) > 1
@@ -71,9 +70,9 @@ SPLIT = layout_of((8, 8))
 def test_how_a_split_is_kept_in_step(framework: str, limits: tuple[Limit, Limit], engine: str) -> None:
     """One TensorFlow process drives free GPUs; limited ones and PyTorch have a process each."""
     resolved = resolved_for(framework, gpu(0, limits[0]), gpu(1, limits[1]))
-    assert choose_engine(resolved, key_of(SPLIT)) == engine
-    assert runs_in_one_process(resolved, key_of(SPLIT)) == (engine == "towers")
-    assert choose_engine(resolved, key_of(solo(2, 0, 8))) == ""
+    assert choose_engine(resolved, SPLIT.children) == engine
+    assert runs_in_one_process(resolved, SPLIT.children) == (engine == "towers")
+    assert choose_engine(resolved, solo(2, 0, 8).children) == ""
 
 
 def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
@@ -100,20 +99,20 @@ def test_a_pack_is_as_many_children_without_a_group() -> None:
     found = commands("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
     assert len(found) == 3
     assert {command.place.peers for command in found} == {()}
-    resolved, key = resolved_for("torch", gpu(0), gpu(1)), key_of(Layout("pack", (0, 8), 3))
+    resolved, key = resolved_for("torch", gpu(0), gpu(1)), Layout("pack", (0, 8), 3).children
     environments = [child_environment(group, "torch") for group in assign_devices(resolved, key)]
     assert map_ranks(resolved, key, environments, {}).positions == (1, 1, 1)
 
 
 def test_layouts_that_need_other_children_have_other_keys() -> None:
     """Devices, kind, processes, placement and knobs; not the sizes."""
-    assert key_of(layout_of((8, 4))) == key_of(layout_of((2, 90)))
+    assert layout_of((8, 4)).children == layout_of((2, 90)).children
     different = {
-        key_of(layout_of((8, 4))),
-        key_of(layout_of((8, 0))),
-        key_of(Layout("pack", (8, 0), 2)),
-        key_of(Layout("place", (8, 4), 1, "halves")),
-        key_of(Layout("split", (8, 4), knobs=("xla",))),
+        layout_of((8, 4)).children,
+        layout_of((8, 0)).children,
+        Layout("pack", (8, 0), 2).children,
+        Layout("place", (8, 4), 1, "halves").children,
+        Layout("split", (8, 4), knobs=("xla",)).children,
     }
     assert len(different) == 5
 
@@ -177,17 +176,17 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     budget, split, alone = (
         MemoryBudget(crowd._devices, available_memory_bytes),
         Probe(layout_of((1, 1)), "split", 0.1),
-        key_of(solo(2, 0, 1)),
+        solo(2, 0, 1).children,
     )
     budget.record_held(0, 1, 4 * MIB)
     assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}}) == []
-    other = key_of(solo(2, 1, 1))
+    other = solo(2, 1, 1).children
     assert budget.groups_to_end((split,), {alone: {0: 4 * MIB}, other: {1: 4 * MIB}}) == [other]
 
 
 def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
     """What would fit beside them on an empty device does not on one that is half taken."""
-    budget, key = MemoryBudget(crowd._devices, available_memory_bytes), key_of(layout_of((1, 1)))
+    budget, key = MemoryBudget(crowd._devices, available_memory_bytes), layout_of((1, 1)).children
     budget.record_held(0, 100, 400 * MIB)
     probe, idle = Probe(solo(2, 0, 100), "solo", 0.1), {key: {0: 400 * MIB, 1: MIB}}
     assert budget.groups_to_end((probe,), idle) == []
@@ -205,7 +204,7 @@ def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:
     """By its solo probe, else its threads; the command to build carries it."""
     wide = Device("cpu-0-of-1", 0, "CPU", "cpu", None, tuple(range(4)), Limit(percent=50.0))
-    resolved, key = resolved_for("none", wide, wide), key_of(SPLIT)
+    resolved, key = resolved_for("none", wide, wide), SPLIT.children
     environments = [ChildEnvironment({}, threads=4)] * 2
     ranks = map_ranks(resolved, key, environments, {1: 2.5})
     assert ranks.busy_cores == (4.0, 2.5)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Serving = Callable[[Callable[[], Snapshot | None]], contextlib.AbstractContextManager[object]]
 SHORTEST_INTERVAL_SECONDS = 0.1
+SHOWN = (5, 11, 20)  # seconds of the demo's training: as planned, while a card is hot, with other shares
 app = typer.Typer()
 
 
@@ -232,9 +233,6 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
     ]
     options = [*given, *(["--readonly"] if readonly else [])]
     return serve_browser([sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port)
-
-
-SHOWN = (5, 11, 20)  # seconds of the demo's training: as planned, while a card is hot, with other shares
 
 
 @app.command()

@@ -24,6 +24,8 @@ CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
 DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 CUDNN = {"auto": "auto", "true": True, "false": False}
 SPARSE = "sparse_categorical_crossentropy"
+TOWERS = ("user", "item")
+TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
@@ -79,10 +81,6 @@ def _softmax(classes: int) -> Any:
 def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> Any:
     network.compile(keras.optimizers.Adam(learning_rate), loss, jit_compile=False, **options)
     return network
-
-
-TOWERS = ("user", "item")
-TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
 
 
 def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 SIDE = 2  # tiles along each axis
+GROUPS = 8  # of GroupNorm
+CHANNELS = (16, 32)
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,6 @@ def _total(tiles: Tiles, home: torch.device) -> Tensor:
 
 def _as_channels(values: Tensor, part: Tensor) -> Tensor:
     return values.to(part.device, non_blocking=True)[None, :, None, None]
-
-
-GROUPS = 8  # of GroupNorm
-CHANNELS = (16, 32)
 
 
 def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
