@@ -106,8 +106,10 @@ def _run_hard(options: argparse.Namespace) -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         if options.laws:
             steady = [job for job in todo if job.family not in hard_machines.CHANCE]
-            found = [one for each in pool.map(search_hard.broken_laws, steady) for one in each]
+            found = [one for each in pool.map(search_hard.pairs, steady) for one in each]
             print(search_hard.law_table(found))
+            if options.output:
+                options.output.write_bytes(msgspec.json.encode(found))
             return
         rows = [row for found in pool.map(search_hard.run, todo, chunksize=4) for row in found]
     print(search_hard.table(rows), search_hard.worst(rows), sep="\n\n")

@@ -6,6 +6,7 @@ the machine as it was when the last probe began. *settled* are runs that say tha
 
 from __future__ import annotations
 
+import math
 import statistics
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from tests.support import search_trials as trials
 from tests.support.search_trials import Ask, Case, Trial
 
 FAR_OFF, WRONG, LATE, OFTEN = 0.15, 0.03, 0.1, 2
+UNLIKELY = 0.05  # a law is broken more often than chance alone breaks it
 OLD_SIZES, OLD_NOISES = (2, 4, 8), (0.01,)
 
 
@@ -117,27 +119,56 @@ def _judged(case: Case, found: Trial, said: str) -> Row:
     )
 
 
-def broken_laws(job: HardJob) -> list[tuple[str, str]]:
-    """Each law that a question about the job's machine was put to, and how it was broken; empty if it held."""
-    found = []
-    for case in hard.cases(job.family, job.seed, **job.asked):
-        for name, law in laws.LAWS.items():
-            said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}:"
-            try:
-                loss = law(case)
-                found.append((name, f"{said} {percent(loss, 1)} %" if loss > laws.NOISE else ""))
-            except Exception as error:
-                found.append((name, f"{said} {error!r}"))
-    return found
+class Pair(msgspec.Struct, frozen=True):
+    """A law's pair of searches, and its control; what was lost is a fraction, 1 where a search raised."""
+
+    law: str
+    case: str
+    loss: float
+    control: float
+    error: str = ""
 
 
-def law_table(found: Sequence[tuple[str, str]]) -> str:
-    """How often each law was broken, then where."""
-    lines = ["| law | pairs | broken |", "| --- | ---: | ---: |"]
-    for name in laws.LAWS:
-        own = [said for law, said in found if law == name]
-        lines.append(f"| {name} | {len(own)} | {sum(map(bool, own))} |")
-    return "\n".join([*lines, "", *(f"- {name}: {said}" for name, said in found if said)])
+def pairs(job: HardJob) -> list[Pair]:
+    """Every law's pairs of searches about the job's machine."""
+    cases = hard.cases(job.family, job.seed, **job.asked)
+    return [pair for case in cases for law in laws.LAWS if (pair := _pair(law, case)) is not None]
+
+
+def _pair(law: str, case: Case) -> Pair | None:
+    said = f"{case.family}, seed {case.seed}, {case.mode} {case.ask.words()}".rstrip()
+    try:
+        loss = laws.LAWS[law](case)
+        return None if loss is None else Pair(law, said, loss, laws.control(case, law))
+    except Exception as error:
+        return Pair(law, said, 1.0, 0.0, repr(error))
+
+
+def law_table(found: Sequence[Pair]) -> str:
+    """How often each law was broken, and its control; then where."""
+    lines = ["| law | pairs | broken | control | of 1,000 | control | p | holds |", f"| --- |{' ---: |' * 6} --- |"]
+    lines += [_law_line(name, [pair for pair in found if pair.law == name]) for name in laws.LAWS]
+    broken = [pair for pair in found if pair.loss > laws.NOISE]
+    words = [f"- {one.law}: {one.case}: {one.error or f'{percent(one.loss, 1)} %'}" for one in broken]
+    return "\n".join([*lines, "", *words])
+
+
+def _law_line(name: str, own: Sequence[Pair]) -> str:
+    counts = [sum(loss > laws.NOISE for loss in losses) for losses in ([p.loss for p in own], [p.control for p in own])]
+    often = [f"{1000 * count / max(1, len(own)):.1f}" for count in counts]
+    p = as_often_by_chance(counts[0], counts[1], len(own))
+    return f"| {name} | {len(own)} | {' | '.join(map(str, [*counts, *often]))} | {p:.2f} | {_yes(p >= UNLIKELY)} |"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+def as_often_by_chance(broken: int, control: int, pairs: int) -> float:
+    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has so many or more."""
+    both = broken + control
+    ways = [math.comb(pairs, k) * math.comb(pairs, both - k) for k in range(broken, min(both, pairs) + 1)]
+    return sum(ways) / math.comb(2 * pairs, both)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,6 +1,7 @@
 """Pairs of searches of which the second can't be worse, but by noise: the question is asked in another way.
 
-Each law gives what the second lost: a fraction of the best, beyond what the first lost.
+Each law gives what the second lost: a fraction of the best, beyond what the first lost; None where it has no pair. How
+often that is more than `NOISE` by chance alone, a `control` shows: the first search again, with other draws of noise.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tests.support.search_trials import Ask, Case, StartingProber, Trial
 
 MORE_BUDGET, MORE_TOLERANCE, USELESS = 2.0, 0.05, 60.0
 LONGEST_STEP = 0.1  # of the budget: a device whose smallest step takes longer isn't added
-NOISE = 0.03  # what chance may make of it
+NOISE = 0.03  # what a pair may differ by
+OTHER_NOISE = 1_000_003  # from a seed to the next that a control draws noise by
 
 
 @lru_cache(256)
@@ -40,10 +42,10 @@ def twice_as_fast(case: Case) -> float:
     return _loss(case, msgspec.structs.replace(case.machine, devices=devices, sync=sync), case.ask)
 
 
-def with_a_useless_device(case: Case) -> float:
+def with_a_useless_device(case: Case) -> float | None:
     """One more device like the first, 60 times slower, if a step of one sample doesn't take a tenth of the budget."""
     if USELESS * case.machine.devices[0].seconds(1) > LONGEST_STEP * (case.ask.budget or 120):
-        return 0.0
+        return None
     slow = msgspec.structs.replace(_at_speed(case.machine.devices[0], 1 / USELESS), name="useless")
     machine = msgspec.structs.replace(case.machine, devices=(*case.machine.devices, slow))
     batch = case.ask.batch and max(case.ask.batch, len(machine.devices) * case.ask.quantum)
@@ -58,9 +60,8 @@ def with_more_time(case: Case) -> float:
 def with_more_tolerance(case: Case) -> float:
     """Of a free batch: 5 % instead of 2 %. The batch isn't larger; what it is larger counts as a loss."""
     ask = msgspec.structs.replace(case.ask, tolerance=MORE_TOLERANCE)
-    first, second = first_run(case), trials.run(case.machine, ask, case.seed)
-    larger = (second.layout.global_batch / first.layout.global_batch - 1) if first.layout and second.layout else 0.0
-    return max(0.0, second.regret - first.regret, larger if case.ask.batch is None else 0.0)
+    second = trials.run(case.machine, ask, case.seed)
+    return max(_lost(case, second), _larger(case, second))
 
 
 def resumed(case: Case) -> float:
@@ -79,7 +80,7 @@ def resumed(case: Case) -> float:
     return max(0.0, 1 - rate / best - first.regret) if best else 0.0
 
 
-LAWS: dict[str, Callable[[Case], float]] = {
+LAWS: dict[str, Callable[[Case], float | None]] = {
     "permuted": permuted,
     "twice as fast": twice_as_fast,
     "a useless device more": with_a_useless_device,
@@ -89,8 +90,26 @@ LAWS: dict[str, Callable[[Case], float]] = {
 }
 
 
+def control(case: Case, law: str) -> float:
+    """What other draws of noise make of the same question, judged as the law judges; each law has its own draws."""
+    second = trials.run(case.machine, case.ask, case.seed + OTHER_NOISE * (1 + list(LAWS).index(law)))
+    return max(_lost(case, second), _larger(case, second) if law == "more tolerance" else 0.0)
+
+
 def _loss(case: Case, machine: Machine, ask: Ask) -> float:
-    return max(0.0, trials.run(machine, ask, case.seed).regret - first_run(case).regret)
+    return _lost(case, trials.run(machine, ask, case.seed))
+
+
+def _lost(case: Case, second: Trial) -> float:
+    return max(0.0, second.regret - first_run(case).regret)
+
+
+def _larger(case: Case, second: Trial) -> float:
+    """By how much the second's free batch is larger."""
+    first = first_run(case)
+    if case.ask.batch is not None or not first.layout or not second.layout:
+        return 0.0
+    return second.layout.global_batch / first.layout.global_batch - 1
 
 
 def _at_speed(device: SimulatedDevice, speed: float) -> SimulatedDevice:
