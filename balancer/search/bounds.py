@@ -3,7 +3,7 @@
 Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
 
     asked       the request: largest share, fixed global batch, largest global batch
-    alone       by memory: the next guess, where the memory line ends or between what ran and what failed
+    largest_alone  by memory: the next guess, where the memory line ends or between what ran and what failed
     walls       the same in splits, which go no farther than what ran where bytes are unknown
     safe        what ran, or a little more if memory is far from full
     quick       beyond it a step takes too long
@@ -13,59 +13,60 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 
 from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Problem
 from .budget import Budget
-from .model.evidence import DeviceEvidence
+from .model.evidence import read_device
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL
+from .observations import Observations
 from .statistics import CLEAR
 
 
 class Bounds:
-    """The bounds of all devices."""
+    """The devices by one set of observations, and their bounds; each value is computed when it is first asked for."""
 
-    def __init__(self, problem: Problem, devices: Sequence[DeviceEvidence], budget: Budget) -> None:
-        self._problem, self._devices, self._budget = problem, devices, budget
-        self._quantum = problem.multiple_of
+    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
+        self.problem, self.seen, self._budget = problem, seen, budget
+        self.quantum = problem.multiple_of
+        self.devices = tuple(read_device(seen, i) for i in range(problem.devices))
 
     @cached_property
     def asked(self) -> int:
         """The most rows that the request lets one device have."""
-        problem = self._problem
+        problem = self.problem
         return self._least(problem.largest_share, problem.global_batch, problem.max_global_batch)
 
     @cached_property
     def asked_in_passes(self) -> int:
         """The most rows that the request lets one device have in several passes; of a fixed batch, all."""
-        problem = self._problem
+        problem = self.problem
         return self._least(problem.global_batch or problem.largest_share, problem.max_global_batch)
 
     def _least(self, *limits: int | None) -> int:
         given = (limit for limit in limits if limit is not None)
-        return min(given, default=UNBOUNDED) // self._quantum * self._quantum
+        return min(given, default=UNBOUNDED) // self.quantum * self.quantum
 
-    def alone(self, position: int, hoped: bool = False) -> int:
+    def largest_alone(self, position: int, hoped: bool = False) -> int:
         """The largest batch that is worth trying on a device alone, by its memory; with `hoped`, that may fit."""
-        return self._devices[position].memory.largest_to_try(self.asked, self._quantum, hoped)
+        return self.devices[position].memory.largest_to_try(self.asked, self.quantum, hoped)
 
     @cached_property
     def walls(self) -> tuple[int, ...]:
         """The largest share of each device that is worth trying in a split, by memory; 0 for a lost device."""
-        bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
+        bold = self.problem.global_batch is not None  # a fixed batch has to go somewhere
         return tuple(
-            0 if device.out_of_use(self._quantum) else device.memory.largest_in_split(self.asked, self._quantum, bold)
-            for device in self._devices
+            0 if device.out_of_use(self.quantum) else device.memory.largest_in_split(self.asked, self.quantum, bold)
+            for device in self.devices
         )
 
     @cached_property
     def safe(self) -> tuple[int, ...]:
         """The largest share of each device that surely fits at once."""
-        return tuple(device.memory.largest_safe(self.asked, self._quantum) for device in self._devices)
+        return tuple(device.memory.largest_safe(self.asked, self.quantum) for device in self.devices)
 
     def hold(self, layout: Layout) -> bool:
         """True if every pass of a layout is predicted to fit."""
@@ -77,8 +78,8 @@ class Bounds:
 
     def reachable(self, device: DeviceCurve) -> int:
         """The largest batch, of a free one quick enough, that is near to what ran, so that the curve can be trusted."""
-        ran, quantum = self._devices[device.position].memory.ran, self._quantum
-        most = self.quick(device) if self._problem.global_batch is None else device.limit
+        ran, quantum = self.devices[device.position].memory.ran, self.quantum
+        most = self.quick(device) if self.problem.global_batch is None else device.limit
         growth = min(BLIND_GROWTH, self.growth(device))
         return min(most, max(int(growth * ran) // quantum, 1) * quantum) if ran else most
 
@@ -87,7 +88,7 @@ class Bounds:
 
         Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
         """
-        evidence, curve = self._devices[device.position], device.curve
+        evidence, curve = self.devices[device.position], device.curve
         smallest = evidence.alone[0].batch if evidence.alone else 0
         first, last = curve.seconds(smallest), curve.seconds(evidence.memory.ran)
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
@@ -97,7 +98,7 @@ class Bounds:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
         if self._budget.seconds is None:
             return device.limit
-        ran = self._devices[device.position].memory.ran
+        ran = self.devices[device.position].memory.ran
         longest = max(self._budget.longest_step(), SAFE_GROWTH * device.curve.seconds(ran))
-        quick = device.curve.largest(longest, device.limit, self._quantum)
-        return max(self._quantum, min(device.limit, max(ran, quick)))
+        quick = device.curve.largest(longest, device.limit, self.quantum)
+        return max(self.quantum, min(device.limit, max(ran, quick)))

@@ -19,13 +19,11 @@ import msgspec
 from evener.shares.curves import Curve, PassCurve, step_in_passes
 from evener.shares.waterfill import DeviceCurve
 
-from ..types import Layout, Problem, Timed, layout_of
+from ..types import Layout, Timed, layout_of
 from .bounds import Bounds
-from .budget import Budget
-from .model.evidence import group_devices, read_device
+from .model.evidence import group_devices
 from .model.hope import bend_is_open
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
-from .observations import Observations
 from .statistics import relative_error, rising_line
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
@@ -73,14 +71,8 @@ def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
     return shares[faster] if faster < len(shares) else max(rows, limit)
 
 
-class MachineModel:
-    """A model of the machine by one set of observations; each value is computed when it is first asked for."""
-
-    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        self.problem, self.seen, self._budget = problem, seen, budget
-        self.quantum = problem.multiple_of
-        self.hosts = problem.hosts or (0,) * problem.devices
-        self.devices = tuple(read_device(seen, i) for i in range(problem.devices))
+class MachineModel(Bounds):
+    """A model of the machine by one set of observations."""
 
     @cached_property
     def live(self) -> tuple[int, ...]:
@@ -93,9 +85,9 @@ class MachineModel:
         return group_devices(self.devices, self.problem.limits)
 
     @cached_property
-    def bounds(self) -> Bounds:
-        """The most rows that each device may compute at once."""
-        return Bounds(self.problem, self.devices, self._budget)
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each device."""
+        return self.problem.hosts or (0,) * self.problem.devices
 
     # ------------------------------------------------------------------ time
 
@@ -195,11 +187,11 @@ class MachineModel:
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
         """The most rows of each of several passes; 0 for a device that takes its share in one."""
-        return tuple(self._pass_rows(i) if self.bounds.walls[i] else 0 for i in range(len(self.devices)))
+        return tuple(self._pass_rows(i) if self.walls[i] else 0 for i in range(len(self.devices)))
 
     def _pass_rows(self, position: int) -> int:
         """The rows of a pass that fit, or fewer if they were clearly faster; 0 for a free batch, which has no end."""
-        device, curve, rows = self.devices[position], self.alone[position], self.bounds.walls[position]
+        device, curve, rows = self.devices[position], self.alone[position], self.walls[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
         points = merge_points(p for i in self.group_of(position) for p in self.solo_points(i))
@@ -220,7 +212,7 @@ class MachineModel:
         return tuple(map(self._in_one_pass, range(len(self.devices))))
 
     def _in_one_pass(self, position: int) -> int:
-        wall, rows, curve = self.bounds.walls[position], self.pass_rows[position], self.in_splits[position]
+        wall, rows, curve = self.walls[position], self.pass_rows[position], self.in_splits[position]
         if not rows or rows >= wall or curve is None:
             return wall
         return most_in_one(curve, rows, wall, self.extra_seconds[position] or 0.0) // self.quantum * self.quantum
@@ -256,19 +248,19 @@ class MachineModel:
         if not rows or not isinstance(curve, Curve):
             return device
         rows = min(rows, device.limit)
-        passes = PassCurve(curve, device.limit, rows, extra, max(rows, min(device.limit, self.bounds.walls[i])))
+        passes = PassCurve(curve, device.limit, rows, extra, max(rows, min(device.limit, self.walls[i])))
         return DeviceCurve(i, passes, max(device.limit, largest_share))
 
     def lay_out(self, shares: tuple[int, ...]) -> Layout:
         """A layout of these shares, in passes where they don't fit at once or are faster so."""
-        return self._divide(shares, self.one_pass, self.pass_rows, self.bounds.walls)
+        return self._divide(shares, self.one_pass, self.pass_rows, self.walls)
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
         layout = self.lay_out(shares)
-        if not self.bounds.surely_hold(layout):
-            layout = self._divide(shares, self.bounds.safe, self._safe_rows, self.bounds.safe)
-        return layout if self.bounds.surely_hold(layout) else None
+        if not self.surely_hold(layout):
+            layout = self._divide(shares, self.safe, self._safe_rows, self.safe)
+        return layout if self.surely_hold(layout) else None
 
     def _divide(
         self, shares: tuple[int, ...], walls: tuple[int, ...], rows: tuple[int, ...], fits: tuple[int, ...]
@@ -291,7 +283,7 @@ class MachineModel:
     @cached_property
     def _safe_rows(self) -> tuple[int, ...]:
         """The rows of each of several passes that surely fit."""
-        return tuple(map(min, self.bounds.safe, self.pass_rows))
+        return tuple(map(min, self.safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
 

@@ -69,7 +69,7 @@ class Predictions(MachineModel):
 
     def rate_of(self, batch: int) -> float:
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to hold it."""
-        split, walls = self.split_of(batch), self.bounds.walls
+        split, walls = self.split_of(batch), self.walls
         alone = [curve for i in self.live if (curve := self.alone[i]) and batch <= walls[i]]
         return max([split.samples_per_second if split else 0.0, *(batch / curve.seconds(batch) for curve in alone)])
 
@@ -91,7 +91,7 @@ class Predictions(MachineModel):
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        limits = ((d, self.bounds.reachable(d)) for d in self.split_curves)
+        limits = ((d, self.reachable(d)) for d in self.split_curves)
         return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
 
     # ------------------------------------------------------------------ passes
@@ -108,7 +108,7 @@ class Predictions(MachineModel):
             device.curve.largest(one.seconds, device.limit, self.quantum) < device.limit for device in self._reachable
         ):
             return None
-        most = self.bounds.asked_in_passes
+        most = self.asked_in_passes
         return self._split([self.in_passes(device, most) for device in self._reachable])
 
     # ------------------------------------------------------------------ one device
@@ -135,7 +135,7 @@ class Predictions(MachineModel):
         if batch is not None:
             device = self.in_passes(DeviceCurve(position, curve, limit), batch)
             return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.bounds.reachable(DeviceCurve(position, curve, limit))
+        reach = self.reachable(DeviceCurve(position, curve, limit))
         return waterfill.single_best(DeviceCurve(position, curve, reach), self.quantum, self.problem.max_global_batch)
 
     def within(self, part: float) -> Allocation | None:

@@ -63,14 +63,14 @@ class RowDevices(Predictions):
         found = list(NO_CURVE * len(layout.shares))
         for i in layout.active if layout.traits.together else ():
             if (curve := self.in_splits[i]) is not None:
-                most = min(self.bounds.safe[i], self.pass_rows[i] or layout.global_batch, layout.global_batch)
+                most = min(self.safe[i], self.pass_rows[i] or layout.global_batch, layout.global_batch)
                 found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
         return tuple(found)
 
     def sketch(self, position: int) -> CurveSketch:
         """A device's curve, to be drawn."""
         device, curve = self.devices[position], self.alone[position]
-        largest = self.bounds.walls[position] or device.memory.ran or None
+        largest = self.walls[position] or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
         if curve and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
@@ -87,7 +87,7 @@ class RowDevices(Predictions):
         if best is None:
             return []
         at_once = layout_of(best.shares)
-        return [best] if best == at_once or not self.bounds.surely_hold(at_once) else [best, at_once]
+        return [best] if best == at_once or not self.surely_hold(at_once) else [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
         return self._ranked_singles() if self.problem.global_batch is None else self._fixed_singles()
@@ -102,7 +102,7 @@ class RowDevices(Predictions):
         """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
         batch, devices = self.problem.global_batch or 0, self.problem.devices
         layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
-        safe = [layout for layout in layouts if layout is not None and self.bounds.hold(layout)]
+        safe = [layout for layout in layouts if layout is not None and self.hold(layout)]
         return sorted(safe, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
@@ -118,7 +118,7 @@ class RowDevices(Predictions):
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         splits = _most_efficient(self, find_objective(self.problem.objective))
         layouts = [*alone.values(), *map(self.layout, splits)]
-        return [layout for layout in layouts if self.bounds.hold(layout)]
+        return [layout for layout in layouts if self.hold(layout)]
 
     # ------------------------------------------------------------------ several devices
 
@@ -128,12 +128,12 @@ class RowDevices(Predictions):
         if not found:
             fastest = self.fastest_split if self.splits else None
             layout = self.layout(fastest) if fastest else None
-            return [layout] if layout and self.bounds.surely_hold(layout) else []
+            return [layout] if layout and self.surely_hold(layout) else []
         chosen = self._preferred(found)
         layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
         if chosen.in_passes and (one_pass := self.one_pass_split):
             layout = self.layout(one_pass)
-            layouts += [layout] if self.bounds.surely_hold(layout) else []
+            layouts += [layout] if self.surely_hold(layout) else []
         return layouts
 
     def _split_rates(self) -> dict[Layout, float]:
@@ -160,7 +160,7 @@ class RowDevices(Predictions):
         gain = smallest_gain(self.problem.tolerance)
         if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + gain):
             found.append(self._as_raced(self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]))
-        return [layout for layout in found if self.bounds.surely_hold(layout)]
+        return [layout for layout in found if self.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
@@ -210,7 +210,7 @@ class RowDevices(Predictions):
         count, quantum, fixed = len(positions), self.quantum, self.problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
         even = split_evenly(self.problem.devices, positions, batch, quantum)
-        safe = min(self.bounds.safe[i] for i in positions)
+        safe = min(self.safe[i] for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
         layout = self.lay_out_safely(even.shares) if fixed else None

@@ -205,9 +205,9 @@ class SoloStage:
             return device
         rows, extra = best.global_batch, self._model.extra_seconds[i] or 0.0
         wall = most_in_one(curve, rows, device.limit, extra)
-        if wall >= self._model.bounds.asked_in_passes:
+        if wall >= self._model.asked_in_passes:
             return device
-        return DeviceCurve(i, PassCurve(curve, wall, rows, extra, wall), self._model.bounds.asked_in_passes)
+        return DeviceCurve(i, PassCurve(curve, wall, rows, extra, wall), self._model.asked_in_passes)
 
     def _fastest(self, devices: list[DeviceCurve]) -> Allocation | None:
         return self._model.fastest_of([one for one in devices if one.limit])
@@ -215,8 +215,8 @@ class SoloStage:
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
         ran, curve = self._model.devices[position].memory.ran, self._model.alone[position]
-        most = min(self._farthest(position), self._model.bounds.alone(position))
-        growth = self._model.bounds.growth(DeviceCurve(position, curve, most)) if curve else math.inf
+        most = min(self._farthest(position), self._model.largest_alone(position))
+        growth = self._model.growth(DeviceCurve(position, curve, most)) if curve else math.inf
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
         return min(most, max(int(stride * ran) // self._quantum, 1) * self._quantum)
 
@@ -225,7 +225,7 @@ class SoloStage:
         model, curve = self._model, self._model.alone[position]
         if curve is None or not model.devices[position].memory.ran:
             return 0
-        return model.bounds.quick(DeviceCurve(position, curve, model.bounds.alone(position, hoped=True)))
+        return model.quick(DeviceCurve(position, curve, model.largest_alone(position, hoped=True)))
 
     def _expected_gain(self, wanted: Allocation) -> float:
         """How much faster the hoped layout is than the best of what is known, beyond errors; half of it comes true."""
@@ -296,7 +296,7 @@ class SoloStage:
         first, second = self._first_two()
         if not memory.ran and memory.failed is None:
             return first
-        wanted = min(second, self._model.bounds.asked)
+        wanted = min(second, self._model.asked)
         if memory.failed is not None and not (memory.ran and second < memory.failed):
             down = memory.limit_bytes is not None and memory.ran > quantum  # that runs, and two sizes give a line
             retreat = memory.failed // BLIND_GROWTH
@@ -307,7 +307,7 @@ class SoloStage:
 
     def _first_two(self) -> tuple[int, int]:
         """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that and an eighth."""
-        quantum, cap = self._quantum, self._model.bounds.asked
+        quantum, cap = self._quantum, self._model.asked
         batch = self._problem.global_batch or self._problem.max_global_batch
         second = SMALL * BLIND_GROWTH
         second = second if batch is None else min(second, max(2, batch // len(self._model.live)))

@@ -100,7 +100,7 @@ class SplitStage:
         """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
-        walled = any(share >= self._model.bounds.walls[i] for i, share in wanted.shares)
+        walled = any(share >= self._model.walls[i] for i, share in wanted.shares)
         return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
@@ -146,4 +146,4 @@ class SplitStage:
         return unseen and not self._safely_fits(wanted)  # the best single device is always compared
 
     def _safely_fits(self, wanted: Allocation) -> bool:
-        return self._model.bounds.surely_hold(self._model.layout(wanted))
+        return self._model.surely_hold(self._model.layout(wanted))
