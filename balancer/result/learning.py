@@ -78,7 +78,7 @@ def _find_worth(scale: NoiseScale, own: int | None, chosen: Result, search: Sear
         "worth": [worth(batch, each) for each in (scale.safe_rows, scale.low, scale.high)],
         "frontier": frontier,
     }
-    speed = search.rate_of(own) if own else 0.0
+    speed = search.model.rate_of(own) if own else 0.0
     if scale.high >= ENDLESS or own is None or own == batch or not speed:
         return Finding("learning.worth", values)
     ends = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))

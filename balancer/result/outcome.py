@@ -178,7 +178,7 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
     """Layouts that the budget left out, with a budget that should do."""
     if search.problem.budget_seconds is None or interrupted:
         return
-    for code, missing in (("unmeasured.layouts", search.unmeasured()), ("unmeasured.packs", search.ungrown())):
+    for code, missing in (("unmeasured.layouts", search.race.unmeasured), ("unmeasured.packs", search.ungrown())):
         if missing:
             layouts = [describe(one, devices) for one in missing]
             yield Finding(code, {"layouts": layouts, "enough_seconds": _find_enough(search)})
@@ -186,7 +186,7 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
 
 def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
     """Layouts that were measured with fewer samples than was meant."""
-    for wished, instead in search.retreats():
+    for wished, instead in search.race.retreats:
         if search.turns(instead.layout):
             shares = {"shares": list_shares(wished.layout), "instead": list_shares(instead.layout)}
             yield Finding("retreat", {"layout": describe(wished, devices), **shares})

@@ -46,7 +46,7 @@ simpler one that is less than 1 % from it, or less than the tolerance if that is
 layouts of the race only if packs, placements or other knobs ran.
 
 Reading order: `search` (ask, tell, best, why_stopped, and what follows from the observations), `rows` and
-`texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `candidates`, `race`, `ranking`
+`texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
 `observations` (the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points),
 `budget`, `decisions` (the same in words).

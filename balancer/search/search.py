@@ -339,20 +339,12 @@ class Search:
         turns = self._turns(one.layout).values()
         return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
-    def rate_of(self, batch: int) -> float:
-        """The samples/s to expect of another global batch, by the devices' curves; 0 if that isn't known."""
-        return self.model.rate_of(batch)
-
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.devices).curves(layout)
 
     # ------------------------------------------------------------------ what a comparison reports beside its ranking
-
-    def unmeasured(self) -> tuple[Candidate, ...]:
-        """The layouts that the budget left without a measurement."""
-        return self.race.unmeasured_firsts
 
     def ungrown(self) -> tuple[Candidate, ...]:
         """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
@@ -362,17 +354,13 @@ class Search:
     def enough_seconds(self) -> float:
         """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
         budget = self.budget
-        missing = [one.layout for one in self.unmeasured()]
+        missing = [one.layout for one in self.race.unmeasured]
         live = self.model.live
         if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         once = budget.enough_for(budget.total_seconds(missing))
         grown = budget.total_seconds(one.layout for one in self.ungrown())
         return max(once, budget.enough_to_grow(grown + self.race.turn_seconds)) if grown else once
-
-    def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with the smaller one in its place."""
-        return self.race.retreats
 
     def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
         """The layouts of the race that failed, with the failure."""

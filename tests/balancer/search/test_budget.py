@@ -94,7 +94,7 @@ def compared(budget: float | None, start: float, batch: int | None = None) -> tu
 def test_every_way_is_measured_within_the_budget(budget: float, start: float) -> None:
     """Children that start slowly, as a framework's do: no family is left out, and none of it comes from a long step."""
     search, _ = compared(budget, start)
-    assert search.unmeasured() == ()
+    assert search.race.unmeasured == ()
     found = search.ranking()
     assert {one.candidate.family.name for one in found} >= {"solo", "even", "place", "pack"}, (
         "the best split may be even"
@@ -140,7 +140,7 @@ def split_only(budget: float) -> tuple[Search, SlowStarts]:
 def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: float, start: float) -> None:
     """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget named suffices."""
     search, _ = compared(budget, start)
-    missing = search.unmeasured()
+    missing = search.race.unmeasured
     assert missing
     assert search.best() is not None
     assert search.why_stopped() == Stop.BUDGET.value
@@ -149,7 +149,7 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(budget: flo
     assert "pack of 2" in sentence
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert budget < enough < 400
-    assert compared(enough, start)[0].unmeasured() == ()
+    assert compared(enough, start)[0].race.unmeasured == ()
 
 
 def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search, SlowStarts]:
@@ -204,7 +204,7 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
     sizes = {probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"}
     assert len(sizes) == 1
     assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"
-    assert search.unmeasured() == ()
+    assert search.race.unmeasured == ()
 
 
 @given(st.floats(0.1, 60), st.floats(0, 60), st.integers(2, 30), st.integers(1, 30), st.integers(1, 50))
@@ -227,7 +227,7 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
 
 def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
-    assert search.unmeasured() == ()
+    assert search.race.unmeasured == ()
     assert say_all(find_unmeasured(search, 2)) == say_all(find_retreats(search, 2)) == ()
 
 
