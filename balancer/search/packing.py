@@ -1,8 +1,8 @@
 """Packing one device with several trainings: which number and batch to measure next, and which was best.
 
-N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes in a row without a
-gain, or one that fails. Then the gaps next to the best size are halved. Each training costs memory and takes longer, so
-the smallest N within `ENOUGH` of the best is chosen, or within the tolerance where that is more.
+N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes without a gain over
+a smaller one, or one that fails. Then the gaps next to the best size are halved. Each training costs memory and takes
+longer, so the smallest N within `ENOUGH` of the best is chosen, or within the tolerance where that is more.
 
 Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the largest that fits N
 times by the device's memory points, at most that of the single device. A little memory is left free, for contexts and
@@ -19,7 +19,7 @@ import msgspec
 from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, RETREATS
-from .model.memory import MARGIN, Memory
+from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowDevices
 from .statistics import TIE
@@ -27,7 +27,7 @@ from .statistics import TIE
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
 SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends: noise may hide one
-REFINEMENTS = 5  # sizes tried between neighbours after growth ended: halving 34 ends after five
+MOST_SIZES = 15  # that are tried: ten up to the most, and halving a gap of 34 ends after five
 MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
 
 Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run
@@ -103,32 +103,26 @@ class Packing:
         return full and self._problem.global_batch is None and len(tries) < RETREATS and bool(self._batch(size))
 
     def _batch(self, size: int) -> int:
-        """The batch of each of `size` trainings; 0 if not even the smallest fits."""
-        batch = self._batch_within(size)
+        """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest fits."""
+        batch, quantum = self._single.global_batch, self._problem.multiple_of
         if self._problem.global_batch is not None:
             return batch
-        for seen in self._by_size.get(size, []):
-            batch = min(batch, int(seen.probe.layout.global_batch * RETREAT))
-        return max(0, batch // self._problem.multiple_of * self._problem.multiple_of)
-
-    def _batch_within(self, size: int) -> int:
-        """The batch of each of `size` trainings by the memory, in whole quanta, at most the single's."""
-        batch, quantum = self._single.global_batch, self._problem.multiple_of
-        limit = self._model.seen.memory_limit(self._position)
-        if self._problem.global_batch is not None or limit is None or not self._memory.points:
-            return batch
-        return min(batch, self._memory.largest_within(MEMORY_SHARE * limit / size)) // quantum * quantum
+        tried = (int(seen.probe.layout.global_batch * RETREAT) for seen in self._by_size.get(size, []))
+        return max(0, min(batch, self._largest_for(size), *tried)) // quantum * quantum
 
     @cached_property
     def _most(self) -> int:
-        """The most trainings that can fit, by the device's memory points."""
+        """The most trainings that can fit."""
+        least = self._problem.global_batch or self._problem.multiple_of
+        return next((size for size in range(MOST_PROCESSES, 1, -1) if self._largest_for(size) >= least), 1)
+
+    def _largest_for(self, size: int) -> int:
+        """The largest batch that fits `size` times, by the device's memory points."""
         limit = self._model.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
-            return MOST_PROCESSES
-        fixed = self._problem.global_batch is not None
-        held = self._memory.bytes_at(self._single.global_batch if fixed else self._problem.multiple_of)
-        share = 1 - MARGIN if fixed else MEMORY_SHARE  # a fixed batch can't be made smaller (comparisons 229 and 337)
-        return max(1, min(MOST_PROCESSES, int(share * limit / held))) if held > 0 else MOST_PROCESSES
+            return UNBOUNDED
+        fixed = self._problem.global_batch is not None  # it can't be made smaller (comparisons 229 and 337)
+        return self._memory.largest_within((1 - MARGIN if fixed else MEMORY_SHARE) * limit / size)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -145,13 +139,16 @@ class Packing:
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """The number of trainings to try next, up to `most`; None when the best is known well enough."""
-    grown = _grown(most)
-    for position, size in enumerate(grown):
-        if size not in tried:
-            return size if _gains([tried[other] for other in grown[:position]]) else _between(tried, grown)
-        if tried[size] is None:
-            break
-    return _between(tried, grown)
+    best, sizes = best_size(tried), sorted(tried)
+    if best is None:
+        return None if tried else 1
+    slower = sum(size > best for size in sizes)
+    if slower < SIZES_WITHOUT_GAIN and sizes[-1] < most and tried[sizes[-1]] is not None:
+        return min(max(2, sum(sizes[-2:])), most)
+    place = sizes.index(best)
+    nearest = sizes[max(0, place - 1) : place + 2] if len(sizes) < MOST_SIZES else []
+    gaps = [(abs(best - other), (best + other) // 2) for other in nearest if abs(best - other) > 1]
+    return max(gaps)[1] if gaps else None
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
@@ -161,31 +158,3 @@ def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
         return None
     top = max(ran.values())
     return min(size for size, rate in ran.items() if rate >= top * (1 - tolerance))
-
-
-def _grown(most: int) -> list[int]:
-    """1, 2, 3, 5, 8, ... and `most`."""
-    sizes = [1, 2]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] + sizes[-2])
-    return [*(size for size in sizes if size < most), most]
-
-
-def _gains(rates: list[float | None]) -> bool:
-    """True if one of the last `SIZES_WITHOUT_GAIN` sizes beat all smaller ones."""
-    known = [rate or 0.0 for rate in rates]
-    if len(known) <= SIZES_WITHOUT_GAIN:
-        return True
-    return max(known[-SIZES_WITHOUT_GAIN:]) > max(known[:-SIZES_WITHOUT_GAIN]) * (1 + TIE)
-
-
-def _between(tried: Rates, grown: list[int]) -> int | None:
-    """The middle of the wider gap beside the best, while there is one and refinements are left."""
-    best = best_size(tried)
-    if best is None or sum(1 for size in tried if size not in grown) >= REFINEMENTS:
-        return None
-    sizes = sorted(tried)
-    place = sizes.index(best)
-    nearest = sizes[max(0, place - 1) : place + 2]
-    gaps = [(abs(best - other), (best + other) // 2) for other in nearest if abs(best - other) > 1]
-    return max(gaps)[1] if gaps else None

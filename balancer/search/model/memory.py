@@ -141,24 +141,15 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
         return min(safe, cap) // quantum * quantum
 
-    def bytes_at(self, batch: int) -> float:
-        """Bytes at `batch` by straight lines through the points; from the origin with one point. Needs a point."""
-        (b0, m0), (b1, m1) = self._around(0, batch)
-        return m0 + (m1 - m0) / (b1 - b0) * (batch - b0)
-
     def largest_within(self, limit_bytes: float) -> int:
-        """The largest batch that takes at most `limit_bytes`, by the same lines as `bytes_at`. Needs a point."""
-        (b0, m0), (b1, m1) = self._around(1, limit_bytes)
+        """The largest batch of at most so many bytes by straight lines through the points; from the origin with one."""
+        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
+        right = min(max(1, bisect_left(points, limit_bytes, key=lambda point: point[1])), len(points) - 1)
+        (b0, m0), (b1, m1) = points[right - 1 : right + 1]
         slope = (m1 - m0) / (b1 - b0)
         if slope <= 0:
             return UNBOUNDED if limit_bytes >= m1 else 0
         return max(0, int(b1 + (limit_bytes - m1) / slope))
-
-    def _around(self, axis: int, value: float) -> tuple[tuple[int, int], ...]:
-        """The two points whose line says what is at a batch (axis 0) or at some bytes (axis 1)."""
-        points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
-        right = min(max(1, bisect_left(points, value, key=lambda point: point[axis])), len(points) - 1)
-        return points[right - 1 : right + 1]
 
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:

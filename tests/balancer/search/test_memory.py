@@ -127,13 +127,11 @@ def test_a_line_that_is_unknown_flat_or_falling_predicts_nothing() -> None:
     assert Memory(10**6, ((8, 2000), (64, 1500)), 64).line == (1500, 0)
 
 
-def test_bytes_and_batches_are_read_off_the_same_lines() -> None:
+def test_batches_are_read_off_the_lines_between_points() -> None:
     """Between points, beyond them, and in proportion from one point alone."""
     bent = Memory(None, ((100, 2000), (200, 4000), (300, 9000)), 300)
     for batch, used in ((50, 1000), (150, 3000), (250, 6500), (400, 14_000)):
-        assert bent.bytes_at(batch) == used
         assert bent.largest_within(used) == batch
-    assert Memory(None, ((100, 2000),), 100).bytes_at(50) == 1000
     assert Memory(None, ((100, 2000),), 100).largest_within(3000) == 150
     level = Memory(None, ((100, 2000), (200, 2000)), 200)
     assert level.largest_within(1999) == 0
