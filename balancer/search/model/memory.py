@@ -142,7 +142,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """The largest batch of at most so many bytes by straight lines through the points; from the origin with one."""
+        """The largest batch that takes at most `limit_bytes`, by lines from point to point, the origin first."""
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         right = min(max(1, bisect_left(points, limit_bytes, key=lambda point: point[1])), len(points) - 1)
         (b0, m0), (b1, m1) = points[right - 1 : right + 1]
