@@ -100,7 +100,7 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
     """Points in rising batch; those whose batches are as `near` are averaged, if noise explains how they differ."""
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
-        if groups and _is_same(groups[-1][0], point, near):
+        if groups and (point.batch == groups[-1][-1].batch or _is_same(groups[-1][0], point, near)):
             groups[-1].append(point)
         else:
             groups.append([point])

@@ -123,6 +123,16 @@ def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
     assert len(merge_points([Point(128, 1.0, 0.002), Point(129, 1.4, 0.002)])) == 2, "a stair lies between them"
 
 
+def test_merged_points_have_batches_of_their_own() -> None:
+    """A device whose speed moves has other times of one batch, some of which are like those of a near one."""
+    points = [Point(64, 0.2, 0.002), Point(500, 1.0, 0.02), Point(505, 1.01, 0.001), Point(505, 1.4, 0.001)]
+    merged = [point.batch for point in merge_points(points)]
+    assert merged == sorted(set(merged))
+    curve = fit_curve(points)
+    assert curve is not None
+    assert hopeful_curve(points, curve).seconds(500) > 0
+
+
 @given(st.sampled_from([8, 16, 64, 100, 128, 300]), st.floats(0.0, 50.0), st.floats(2.0, 30.0), st.integers(0, 60))
 def test_stairs_are_read_from_a_few_batches(width: int, base: float, rise: float, shift: int) -> None:
     """Whatever their width and where they begin: the curve meets every point, and stairs of tiles end where they do."""
