@@ -46,7 +46,8 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     solo = [one for one in by_rows if one.probe.layout.traits.alone]
-    splits = [one for one in by_rows if one.probe.layout.traits.together] + store.raced_splits(position)
+    explored = [one for one in by_rows if one.probe.layout.traits.together]
+    splits = [*explored, *store.raced_splits(position)]
     in_passes = [one for one in solo if one.probe.layout.in_passes]
     at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
@@ -57,7 +58,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
         alone=tuple(read_points(rounds, position, slower=slower)),
         at_rest=tuple(read_points(at_rest, position, slower=slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
-        memory=_memory(store, position, solo, splits),
+        memory=_memory(store, position, solo, explored),
         rounds=sum(1 for one in rounds if not isinstance(one, Failed) or store.final(one)),
         lost=_lost(store, position, seen),
         alone_in_passes=tuple(read_points(in_passes, position, slower=slower)),

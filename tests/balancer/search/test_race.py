@@ -18,6 +18,7 @@ from evener.balancer.search.ranking import ROUGH, compare_turns, smallest_gain, 
 from evener.balancer.search.search import Search
 from evener.balancer.search.statistics import relative_half_width
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from tests.support import machine_families, search_trials
 from tests.support.search_machines import Bench, benches, noisy, searched
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -205,6 +206,13 @@ def test_a_plan_s_figure_is_neither_too_high_nor_too_low_on_average() -> None:
         flattered.append(throughput(search._seen.turns(best.layout)).value / truth)
     assert abs(fmean(figures) - 1) < 0.01
     assert fmean(flattered) - 1 > 0.02
+
+
+def test_a_check_ends_the_race_of_a_free_batch_on_steady_devices() -> None:
+    """An even split that ran isn't raced again as a larger one, nor a winner as a smaller one."""
+    for devices in (2, 4):
+        machine = machine_families.machine("affine", devices, noise=0.01, seed=61001)
+        assert search_trials.run(machine, search_trials.Ask()).seen[-1].probe.stage == "check"
 
 
 def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
