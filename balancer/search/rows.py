@@ -14,6 +14,7 @@ from ..objectives import Objective, find_objective
 from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
 from .layouts import NO_CURVE, same_measurement, split_evenly
+from .model.memory import UNBOUNDED
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions
@@ -165,17 +166,20 @@ class RowDevices(Predictions):
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
 
-        Where exploration has measured the smallest good batch, another one like it isn't worth a race.
+        Where exploration has measured the smallest good batch, another one like it isn't worth a race. Once a winner
+        was checked none is: of more and more near the tolerance's edge one was lucky (recorded maxer).
         """
         ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
+        checked = self.seen.in_stage("check")
         for part in PARTS:
             wanted = self.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._as_raced(self.layout(wanted), turns)
-            if layout not in turns and (good := self._smallest_within(turns, leader, layout.global_batch)):
+            most = UNBOUNDED if checked else layout.global_batch
+            if layout not in turns and (good := self._smallest_within(turns, leader, most)):
                 layout = good
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
