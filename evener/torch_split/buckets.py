@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
 
 from ..errors import RequestError
 
@@ -277,6 +281,7 @@ class Buffers:
         self._module, self._ignored = module, ignored
         self._owners: list[tuple[str, Any]] = []
         self._listed = -1  # modules that had been registered then
+        self._seen: list[int] = []  # those, and buffers, when the values were kept
         self._places: list[tuple[int, int]] = []
         self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each device: bytes, and what they were
 
@@ -291,7 +296,7 @@ class Buffers:
 
     def keep(self) -> bool:
         """Keep the values, for `add_changes`; False if they would take too much memory."""
-        self._places, self._known = self._find_places(), []
+        self._seen, self._places, self._known = list(_registered), self._find_places(), []
         buffers = self.all()
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
             return False
@@ -305,6 +310,8 @@ class Buffers:
 
         Values are compared, as PyTorch counts no changes by `buffer.data`, nor those of BatchNorm.
         """
+        if not self._places and self._seen == _registered:  # no buffers: nothing to look for
+            return
         if self._find_places() != self._places:
             flag.add_(1)
             return
@@ -319,14 +326,15 @@ class Buffers:
         return [(id(each), each.data_ptr()) for each in self.all()]
 
 
-_registered = [0]  # modules that became a part of another one in this process
+_registered = [0, 0]  # modules that became a part of another one in this process, and buffers
 
 
-def _count_registered(*_: Any) -> None:
-    _registered[0] += 1
+def _count(kind: int, *_: Any) -> None:
+    _registered[kind] += 1
 
 
-register_module_module_registration_hook(_count_registered)
+register_module_module_registration_hook(partial(_count, 0))
+register_module_buffer_registration_hook(partial(_count, 1))
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:

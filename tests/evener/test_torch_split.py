@@ -540,3 +540,15 @@ def test_ctrl_c_that_another_handler_takes_ends_nothing() -> None:
     """As that of Ray, or of a program's own, in force for a while."""
     ended = subprocess.run([sys.executable, "-c", HANDLES], capture_output=True, text=True, timeout=60)
     assert (ended.stdout.splitlines(), ended.returncode) == (["saves a checkpoint", "goes on"], 0)
+
+
+@pytest.mark.parametrize("add", ["buffer", "module"])
+def test_the_first_buffer_of_a_model_is_seen_as_it_comes(add: str) -> None:
+    model, flag, late = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.zeros(1), torch.nn.BatchNorm1d(2)
+    found = buckets.Buffers(model)
+    found.keep()
+    found.add_changes(flag)
+    assert not flag
+    model.append(late) if add == "module" else model.register_buffer("late", torch.ones(1))
+    found.add_changes(flag)
+    assert flag
