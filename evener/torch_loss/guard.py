@@ -23,7 +23,6 @@ _SIZES = {torch.Tensor.size, torch.Tensor.shape.__get__}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__, torch.Tensor.__array__}
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
 _NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow", "lerp"}  # or in place
-SINGLE = "each rank has a single row at a time, which can't be divided to compare losses"
 HALF_AGAIN = 3e-2
 
 
@@ -56,19 +55,18 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares would change it.
 
-    The fault is empty where the loss is a mean over rows. `judged` is called with it then, before the backward pass.
-    `repad` collates the first rows of the batch and the others by themselves, where they are padded less then.
+    The fault is empty where the loss is a mean over rows. `repad` collates the first rows of the batch and the others
+    by themselves, where they are padded less then.
     """
 
     def __init__(
         self,
         models: Iterable[Any],
         batch: Any,
-        judged: Callable[[str], None] = lambda _: None,
         repad: Callable[[int], list[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.fault, self.done, self._judged = "no backward pass was seen in its first step", False, judged
+        self.fault, self.done = "no backward pass was seen in its first step", False
         self._repad = repad
         self._models = [each for each in models if each.training]
         self._batch = [each for each in tensors_in(batch) if each.ndim]
@@ -114,7 +112,6 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if function is torch.Tensor.backward:
             self.done = True
             self.fault = self._judge(arguments[0])
-            self._judged(self.fault)
             return function(*arguments, **given)
         result = function(*arguments, **given)
         if function in _SIZES:
@@ -167,7 +164,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     def _judge(self, loss: torch.Tensor) -> str:
         if self._rows < 2:
-            return SINGLE
+            return "each rank has a single row at a time, which can't be divided to compare losses"
         try:
             needed = self._find_needed(loss)
             return needed if isinstance(needed, str) else self._compare(loss, needed)

@@ -25,7 +25,6 @@ from ..torch_split.collectives import end_with_others, is_equal_everywhere, own_
 from ..torch_split.exchange import EXCHANGES
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import return_memory
-from ..torch_split.retry import ADVICE
 from ..torch_split.wrapped import (
     Exchanged,
     check_exchange,
@@ -78,7 +77,7 @@ def shard(
         raise RequestError("The ranks shard different models.", "Make the same model on every rank.")
     training.weights.adopt(model, cut_model(model, chosen, place, dtype, level == "state"), training.device)
     training.passes.final = (f"ranks {_MEET}", "Make a plan with smaller passes: evener balance --micro.")
-    ADVICE[0] = (
+    training.passes.advice = (
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
     )
     training.timer.has_own_work = False
@@ -117,7 +116,7 @@ def _check(training: PlannedTraining, model: Any) -> None:
         raise RequestError(
             "The model is wrapped or compiled already.", "Give split.shard the model itself, as it was made."
         )
-    wanted = {"rebalance": training.rebalancing, "noise": training.noise, "guard": training.guards}
+    wanted = {"rebalance": training.rebalancing, "noise": training.noise}
     for name in filter(wanted.get, wanted):
         why = "gradients are summed a unit at a time, in each pass" if name == "noise" else f"ranks {_MEET}"
         raise RequestError(f"split.shard has no {name}: {why}.", f"Leave {name} out.")

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
-from ..torch_loss.check import REMEDY
-from ..torch_loss.guard import SINGLE, Guard
 from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import DealtBatch, cut_rows, tensors_in
 from .collectives import is_equal_everywhere
@@ -283,7 +281,6 @@ class Steps(StepListener):
 
     def __init__(self, training: Any, trains: bool) -> None:
         self._training, self._trains = training, trains
-        self._guard: Guard | None = None
 
     def compare(self, digest: int) -> None:
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
@@ -299,23 +296,9 @@ class Steps(StepListener):
         weights.take(origin, sizes, batch)
         if self._trains:
             self._training.timer.begin(sizes)
-        if self._trains and self._training.guards:
-            self._guard = Guard(weights.models, batch, self._refuse_together)
-
-    def _refuse_together(self, fault: str) -> None:
-        """RequestError on every rank where any has found a fault."""
-        self._training.guards = False
-        every = [fault] * self._training.world
-        dist.all_gather_object(every, fault)
-        looked = "" in every  # at rows enough, on some rank
-        if fault := next((each for each in every if each and not (looked and each == SINGLE)), ""):
-            raise RequestError(f"Shares would change what is learned: {fault.rstrip('.')}.", REMEDY)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report a batch that the loop is done with."""
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
         if self._trains:
             self._training.report(sizes[self._training.rank], tokens)
             self._training.end()

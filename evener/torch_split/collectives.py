@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from threading import Event, Thread, current_thread, main_thread
 from typing import Any, cast
 from zlib import crc32
@@ -175,19 +175,28 @@ _RANK_0_ENDED = "rank 0 ended, and this rank can't go on without it: it was kill
 _LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
 
 
-@cache
-def explain_at_exit(advice: Callable[[BaseException], str]) -> None:
-    """Let an error that ends the program be followed by what the person can do, or by the rank that it came from."""
-    shown = sys.excepthook
+def explain_at_exit(advise: Callable[[BaseException], str]) -> None:
+    """Let an error that ends the program be followed by what the person can do, or by the rank that it came from.
 
-    def explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        shown(kind, error, trace)
-        if words := advice(error):
-            say(f"evener: {words}")
-        if isinstance(error, Exception) and dist.is_initialized() and dist.get_world_size() > 1:
-            _explain_ranks(error)
+    The last training of a process has the say.
+    """
+    hook = sys.excepthook
+    shown = hook.args[0] if isinstance(hook, partial) and hook.func is _explain else hook
+    sys.excepthook = partial(_explain, shown, advise)
 
-    sys.excepthook = explain
+
+def _explain(
+    shown: Callable[..., None],
+    advise: Callable[[BaseException], str],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: Any,
+) -> None:
+    shown(kind, error, trace)
+    if words := advise(error):
+        say(f"evener: {words}")
+    if isinstance(error, Exception) and dist.is_initialized() and dist.get_world_size() > 1:
+        _explain_ranks(error)
 
 
 @cache

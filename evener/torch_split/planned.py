@@ -31,7 +31,7 @@ from .collectives import add_up, end_when_stuck, explain_at_exit
 from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
 from .own_work import KEPT_STEPS, StepReporter, make_timer
 from .ranks import RankShares, join, leave_group, settle
-from .retry import Passes, advice
+from .retry import Passes
 from .weights import BatchWeights, Weigh
 from .wrapped import check_exchange, check_model, check_normalization, has_own_work, is_sharded, take_on
 
@@ -55,13 +55,8 @@ class PlannedTraining:
         journal: bool = False,
         rebalance: bool = False,
         noise: bool = False,
-        guard: bool = False,
         backend: str | None = None,
     ) -> None:
-        if found.in_passes and guard:
-            raise RequestError(
-                "A guard looks at whole batches, and the plan has passes.", "Use split.check(loader, ...)."
-            )
         self.rank, self.world, self.device = found.rank, found.world, found.device
         self.plan, self.strict = found.plan, strict
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
@@ -77,9 +72,8 @@ class PlannedTraining:
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.ahead = 0  # the most batches that a loader draws before their turn
-        self.guards = guard and self.world > 1  # looks at the loss of its loops' first batch, before the backward pass
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
-        explain_at_exit(advice)
+        explain_at_exit(self.passes.advise)
         if self.world > 1:
             end_when_stuck()
 

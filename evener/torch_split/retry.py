@@ -33,17 +33,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
-ADVICE = [  # what to do about out-of-memory
-    "a pass that runs out of memory is computed again in smaller ones where the loop says"
-    " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
-]
-
-
-def advice(error: BaseException) -> str:
-    """The sentence to follow an error that ends this process, if memory ran out."""
-    return ADVICE[0] if is_out_of_memory(error) else ""
-
-
 def drop_frames(error: BaseException) -> str:
     """Release what the frames of an error hold; returns the error as text, which holds nothing."""
     text = str(error).partition("\n")[0]
@@ -105,6 +94,14 @@ class Passes:
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
         )
+        self.advice = (  # about an error of the loop's own
+            "a pass that runs out of memory is computed again in smaller ones where the loop says"
+            " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
+        )
+
+    def advise(self, error: BaseException) -> str:
+        """The sentence to follow an error that ends this process, if memory ran out."""
+        return self.advice if is_out_of_memory(error) else ""
 
     def take(
         self,

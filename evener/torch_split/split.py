@@ -64,9 +64,8 @@ class Split(PlannedTraining):
     model's communication hook free. PlanError, RequestError or DeviceError before anything starts if the plan can't be
     applied here; with `strict`, also if it was measured on other devices or with another model, a warning else. With
     `rebalance`, shares follow the ranks' own work while they train; global batches stay. With `noise`, `noise_scale` is
-    measured while they train: what a larger batch would cost (docs/learning.md). With `guard`, the loss of the first
-    batch is compared with those of its parts before its backward pass, RequestError where they don't add up. With
-    `journal`, `evener runs` has the training's steps/s, changes of shares and restarts.
+    measured while they train: what a larger batch would cost (docs/learning.md). With `journal`, `evener runs` has the
+    training's steps/s, changes of shares and restarts.
     """
 
     def __init__(
@@ -81,14 +80,13 @@ class Split(PlannedTraining):
         rebalance: bool = False,
         noise: bool = False,
         journal: bool = False,
-        guard: bool = False,
     ) -> None:
         if weigh not in ("gradients", "loss"):
             raise RequestError(f"weigh is {weigh!r}.", "Give 'gradients' or 'loss'.")
-        same: dict[str, bool | str] = {"weigh": weigh, "rebalance": rebalance, "noise": noise, "guard": guard}
+        same: dict[str, bool | str] = {"weigh": weigh, "rebalance": rebalance, "noise": noise}
         found = find_shares(plan, ratios, global_batch, same, strict=strict)
         super().__init__(
-            found, weigh, strict=strict, journal=journal, backend=backend, rebalance=rebalance, noise=noise, guard=guard
+            found, weigh, strict=strict, journal=journal, backend=backend, rebalance=rebalance, noise=noise
         )
         self.weigh = weigh
         self._strategy: Any = None  # of Lightning, once it was asked for

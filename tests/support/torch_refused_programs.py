@@ -36,15 +36,6 @@ def a_ddp_that_nothing_weighs(shares: tuple[int, ...], rows: TensorDataset) -> l
     return weights(model)
 
 
-@refused("it is a sum, not a mean over rows")
-def a_sum_that_a_guard_looks_at(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    split = split_by(shares, guard=True)
-    model = split.wrap(network())
-    for inputs, targets in split.loader(rows):
-        F.cross_entropy(model(inputs), targets, reduction="sum").backward()
-    return weights(model)
-
-
 @refused("no shares to rebalance")
 def rows_dealt_by_length_that_rebalance(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split_by(shares, rebalance=True).loader(rows, lengths=list(range(len(rows))))
