@@ -138,27 +138,20 @@ def largest_run(state: SessionState, device: int) -> int:
 
 
 class RivalRate(NamedTuple):
-    """One way to train, by its measured samples/s; `device` is its label if it is one device of several."""
+    """One way to train, and its measured samples/s; `device` is its label if it is one device of several."""
 
     name: str
-    samples_per_second: float
-    low: float
-    high: float
+    figure: Interval
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
     paired: float | None = None  # the gain of the plan over it, where that is one measured in turn
 
-    @property
-    def figure(self) -> Interval:
-        """Samples/s with their interval."""
-        return Interval(self.samples_per_second, self.low, self.high)
-
     def gain_of(self, other: RivalRate) -> float | None:
         """The gain of another layout by the printed rates, or as measured in turn; None if they can't be compared."""
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
-        return printed_gain(other.samples_per_second, self.samples_per_second) if self.paired is None else self.paired
+        return printed_gain(other.figure.value, self.figure.value) if self.paired is None else self.paired
 
     @property
     def where(self) -> str:
@@ -167,10 +160,10 @@ class RivalRate(NamedTuple):
         return f"{self.device} at {batches}" if self.device else batches
 
 
-def _rival(name: str, figure: Throughput, batches: tuple[int, ...], labels: tuple[str, ...]) -> RivalRate:
+def _rival(name: str, figure: Interval, batches: tuple[int, ...], labels: tuple[str, ...]) -> RivalRate:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
-    return RivalRate(name, figure.samples_per_second, figure.low, figure.high, batches, device)
+    return RivalRate(name, figure, batches, device)
 
 
 def rivals(state: SessionState) -> tuple[RivalRate, ...]:
@@ -182,16 +175,14 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
         return (plan_rate(plan, labels), *compared)
     found: list[RivalRate] = []
     if state.best is not None:
-        best = state.best.throughput
-        figure = Throughput(best.value, best.low, best.high)
-        found.append(_rival("best so far", figure, state.best.layout.shares, labels))
+        found.append(_rival("best so far", state.best.throughput, state.best.layout.shares, labels))
     evens = [each for each in timed(state) if is_even(each.probe.layout) and all(each.probe.layout.shares)]
     solos = [each for device in range(len(labels)) if (each := best_solo(state, device)) is not None]
     for name, each in ((EVEN_SPLIT, _fastest(evens)), (BEST_SINGLE, _fastest(solos))):
         if each is not None and not (state.best and _same_way(each.probe.layout, state.best.layout)):
-            found.append(_rival(name, _throughput(each), each.probe.layout.shares, labels))
+            found.append(_rival(name, each.throughput, each.probe.layout.shares, labels))
     complete = len(solos) == len(labels)
-    return (*found, *(_sum([_throughput(each) for each in solos]) if complete else ()))
+    return (*found, *(_sum([each.throughput for each in solos]) if complete else ()))
 
 
 def _same_way(one: Layout, other: Layout) -> bool:
@@ -201,7 +192,7 @@ def _same_way(one: Layout, other: Layout) -> bool:
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
     """The plan itself, to be compared."""
-    return _rival("the plan", plan.throughput, plan.layout.batches, labels)
+    return _rival("the plan", figure_of(plan.throughput), plan.layout.batches, labels)
 
 
 def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
@@ -218,30 +209,30 @@ def plan_rivals(plan: Plan, labels: tuple[str, ...]) -> tuple[RivalRate, ...]:
         if single and list(map(bool, single.layout.batches)) == list(map(bool, plan.layout.batches)):
             shown[1] = None
     found = (
-        _rival(each.name, each.throughput, each.layout.batches, labels)._replace(
+        _rival(each.name, figure_of(each.throughput), each.layout.batches, labels)._replace(
             tie=each.tie, paired=each.gain if each.paired else None
         )
         for each in shown
         if each
     )
-    return (*found, *_sum([each.throughput for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
+    return (*found, *_sum([figure_of(each.throughput) for each in plan.evidence if each.name.startswith(SOLO_PREFIX)]))
 
 
 def _fastest(measurements: list[Timed]) -> Timed | None:
     return max(measurements, key=lambda each: each.samples_per_second, default=None)
 
 
-def _throughput(each: Timed) -> Throughput:
-    figure = each.throughput
-    return Throughput(figure.value, figure.low, figure.high)
+def figure_of(throughput: Throughput) -> Interval:
+    """Samples/s of a plan's file with their interval."""
+    return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
-def _sum(solos: list[Throughput]) -> tuple[RivalRate, ...]:
+def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
     """All devices' solos added up; nothing for fewer than two."""
     if len(solos) < 2:
         return ()
-    total = sum(each.samples_per_second for each in solos)
-    return (RivalRate(SUM, total, sum(each.low for each in solos), sum(each.high for each in solos)),)
+    total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
+    return (RivalRate(SUM, total),)
 
 
 class CurvePoints(NamedTuple):

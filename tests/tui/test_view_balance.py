@@ -100,14 +100,14 @@ def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> N
 
 def test_rivals_are_layouts_that_ran(events: Any) -> None:
     before_end = _after(events, -1)
-    assert [(each.name, round(each.samples_per_second)) for each in rivals(before_end)] == [
+    assert [(each.name, round(each.figure.value)) for each in rivals(before_end)] == [
         ("best so far", 2127),
         ("even split", 1801),
         ("best single device", 1346),
         ("sum of solos", 2271),
     ]
     at_end = _after(events)
-    assert [(each.name, round(each.samples_per_second)) for each in rivals(at_end)] == [
+    assert [(each.name, round(each.figure.value)) for each in rivals(at_end)] == [
         ("the plan", 2127),
         ("even split", 1801),
         ("best single device", 1346),
@@ -331,18 +331,18 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(events: Any, 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     """Nor one over a figure that isn't known."""
-    rival = RivalRate("best single", 100.0, 99.0, 101.0, (64, 0), "CPU:0")
-    plan = RivalRate("the plan", 129.3, 128.0, 130.0, (64, 64))
+    rival = RivalRate("best single", Interval(100.0, 99.0, 101.0), (64, 0), "CPU:0")
+    plan = RivalRate("the plan", Interval(129.3, 128.0, 130.0), (64, 64))
     assert balance_lines._versus(plan, rival) == "+29.3 %"
     assert balance_lines._versus(plan, rival._replace(tie=True)) == "tie"
-    assert balance_lines._versus(plan, rival._replace(high=140.0)) == ""
+    assert balance_lines._versus(plan, rival._replace(figure=Interval(100.0, 99.0, 140.0))) == ""
 
 
 @pytest.mark.parametrize("width", [*range(48, 70), 80])
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
-    rival = RivalRate("best single device", 2314.0, 2294.0, 2334.0, (1734, 0, 0, 0), "SIM:0")
-    best = RivalRate("best so far", 5613.0, 5591.0, 5635.0, (1472, 1193, 617, 590))
+    rival = RivalRate("best single device", Interval(2314.0, 2294.0, 2334.0), (1734, 0, 0, 0), "SIM:0")
+    best = RivalRate("best so far", Interval(5613.0, 5591.0, 5635.0), (1472, 1193, 617, 590))
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "+142.6 %" in row
     assert row.endswith((rival.where, "…"))

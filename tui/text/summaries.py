@@ -9,8 +9,8 @@ from evener.balancer.events import Event, Observed, Started
 from evener.balancer.number_format import count_words, duration, half_width, percent, rate, write_share
 from evener.balancer.result.learning import find_frontier
 from evener.balancer.result.rivals import is_certain, write_gain
-from evener.balancer.session_state import SUM, RivalRate, SessionState, plan_rate, plan_rivals, seconds_left
-from evener.balancer.types import Interval, Layout, Observation, OutOfMemory, Said, Timed
+from evener.balancer.session_state import SUM, RivalRate, SessionState, figure_of, plan_rate, plan_rivals, seconds_left
+from evener.balancer.types import Layout, Observation, OutOfMemory, Said, Timed
 from evener.devices.registry import is_simulated
 from evener.live.journal import (
     ChangeEntry,
@@ -119,7 +119,7 @@ def share_table(plan: Plan, labels: Sequence[str]) -> list[str]:
         rival.name.removeprefix(SOLO_PREFIX): rival for rival in plan.evidence if rival.name.startswith(SOLO_PREFIX)
     }
     rows = [("device", "name", "share", "ratio", "samples/s", "alone")]
-    combined, known = plan.throughput.samples_per_second, is_certain(plan_rate(plan, tuple(labels)).figure)
+    combined, known = plan.throughput.samples_per_second, is_certain(figure_of(plan.throughput))
     for share, label in zip(plan.layout.share, labels, strict=True):
         solo = alone.get(label)
         rows.append(
@@ -158,8 +158,8 @@ def _alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     (share,), figure = solo.layout.active, solo.throughput
-    sure = is_certain(Interval(figure.samples_per_second, figure.low, figure.high))
-    return f"{rate(figure.samples_per_second) if sure else 'unknown'} at {write_share(share.batch, share.micro)}"
+    rows = rate(figure.samples_per_second) if is_certain(figure_of(figure)) else "unknown"
+    return f"{rows} at {write_share(share.batch, share.micro)}"
 
 
 def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
@@ -167,10 +167,8 @@ def rival_lines(plan: Plan, labels: Sequence[str]) -> list[str]:
     lines, own = [], plan_rate(plan, tuple(labels))
     for rival in plan_rivals(plan, tuple(labels)):
         where = "" if rival.name == SUM else f" {'on' if rival.device else 'at'} {rival.where}"
-        figure = f"{rate(rival.samples_per_second)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
-        if rival.batches != own.batches and (
-            rival.name != LARGER_BATCH or rival.samples_per_second > own.samples_per_second
-        ):
+        figure = f"{rate(rival.figure.value)} samples/s" if is_certain(rival.figure) else "samples/s aren't known"
+        if rival.batches != own.batches and (rival.name != LARGER_BATCH or rival.figure.value > own.figure.value):
             lines.append(f"{rival.name}: {figure}{where}{_versus(own, rival)}")
     return lines
 

@@ -89,12 +89,12 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     found = rivals(state)
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
-    top = max(each.high for each in found)
+    top = max(each.figure.high for each in found)
     inline = width - _RIVAL_CELLS
     lines: list[Line] = []
     for place, each in enumerate(found):
         tone: Tone = "accent" if place else "speed"
-        share = each.samples_per_second / top
+        share = each.figure.value / top
         drawn = bar(share, inline, tone) if inline >= 8 else ()
         lines.append(_rival_line(each, found[0], width, drawn))
         if not drawn and height >= 2 * len(found):
@@ -109,13 +109,13 @@ _BRIEF_CELLS = 21  # such a row without its name
 
 def _rival_line(each: RivalRate, best: RivalRate, width: int, drawn: tuple[Span, ...]) -> Line:
     first = each is best
-    half = relative_error(each.samples_per_second, each.low, each.high)
+    half = relative_error(each.figure.value, each.figure.low, each.figure.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
     versus = "" if first else _versus(best, each)
     room = max(1, min(18, width - _BRIEF_CELLS))
     spans: tuple[Span, ...] = (
         Span(f" {cut(each.name, room):<{room}}", "strong" if first else "text"),
-        Span(f"{rate(each.samples_per_second):>9}", "speed"),
+        Span(f"{rate(each.figure.value):>9}", "speed"),
     )
     if width < _WHOLE_CELLS:
         last = Span(f" {error}", "dim") if first else Span(f" {versus}", _versus_tone(versus))
