@@ -15,6 +15,7 @@ from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Stage, Ti
 from evener.devices.machine import Machine
 from tests.support import machine_families as machines
 from tests.support import search_oracle as oracle
+from tests.support.machines import samples_per_second
 from tests.support.recording_prober import RecordingProber
 
 # tolerance 0, a fixed global batch that fits at once, one that may not, and the default tolerance
@@ -97,7 +98,7 @@ def rival_course(
             for one in seen:
                 fit = isinstance(one, Timed) and (batch is None or one.probe.layout.global_batch == batch)
                 if fit and isinstance(one, Timed) and one.samples_per_second > top:
-                    top, truth = one.samples_per_second, machine.samples_per_second(one.probe.layout.shares)
+                    top, truth = one.samples_per_second, samples_per_second(machine, one.probe.layout.shares)
                 course.append(1 - truth / best)
             if len(wanted) < len(layouts):
                 break
@@ -119,7 +120,7 @@ def _regret(machine: Machine, search: Search, best: float) -> float:
 
 
 def _true_rate(machine: Machine, layout: Layout) -> float:
-    return machine.samples_per_second(layout.shares, layout.micro)
+    return samples_per_second(machine, layout.shares, layout.micro)
 
 
 def _outcome(

@@ -216,25 +216,9 @@ class Machine(msgspec.Struct, frozen=True):
         """The placement of that name, if the machine has one."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
-    def step_seconds(self, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-        """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step.
-
-        `micro` are the most rows of each device's passes; empty: each share is one pass.
-        """
-        active = [position for position, share in enumerate(shares) if share > 0]
-        passes = [-(-share // rows) if share else 0 for share, rows in zip(shares, micro or shares, strict=True)]
-        together = len(active) > 1
-        parts = (self.device_seconds(position, shares[position], together, passes[position]) for position in active)
-        return max(parts, default=0.0) + self.sync_seconds(active)
-
     def sync_seconds(self, active: Sequence[int]) -> float:
         """Cost of keeping these devices in step."""
         return self.sync.seconds(len(active), len({self.devices[position].host for position in active}))
-
-    def samples_per_second(self, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
-        """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""
-        total, seconds = sum(shares), self.step_seconds(shares, micro)
-        return total / seconds if seconds > 0 else (math.inf if total else 0.0)
 
     def step_noise(self, shares: Sequence[int]) -> float:
         """Relative standard deviation of one step: that of the noisiest device with samples."""

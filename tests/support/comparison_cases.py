@@ -22,6 +22,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
 from evener.devices.machine import Machine, SimulatedPlacement, interpolate
 from tests.support import machine_families, search_oracle
+from tests.support.machines import samples_per_second
 
 NOISES = (0.002, 0.01, 0.03)
 FAMILIES = tuple(machine_families.FAMILIES)
@@ -125,7 +126,7 @@ def true_throughput(machine: Machine, layout: Layout) -> float:
     if layout.kind == "pack":
         (position,) = layout.active
         return _pack_rate(machine, position, layout.global_batch, layout.processes)
-    return machine.samples_per_second(layout.shares, layout.micro)
+    return samples_per_second(machine, layout.shares, layout.micro)
 
 
 def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:

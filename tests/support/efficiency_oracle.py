@@ -12,6 +12,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, Problem
 from evener.devices.machine import Machine
 from tests.support import machine_families as machines
+from tests.support.machines import samples_per_second, step_seconds
 from tests.support.recording_prober import RecordingProber
 
 FAMILIES = ("affine", "flat, then linear", "straggler, 10 x", "contention")
@@ -44,10 +45,10 @@ def is_efficient(seed: int) -> bool:
 
 def _is_best(machine: Machine, chosen: Layout, batches: list[int], slowdown: float) -> bool:
     rivals = [*(shares for batch in batches for shares in _balanced(machine, batch)), chosen.shares]
-    fastest = max(map(machine.samples_per_second, rivals))
-    within = [one for one in rivals if machine.samples_per_second(one) >= fastest * (1 - slowdown) * (1 + UNSURE)]
+    fastest = max(samples_per_second(machine, one) for one in rivals)
+    within = [one for one in rivals if samples_per_second(machine, one) >= fastest * (1 - slowdown) * (1 + UNSURE)]
     best = max((_samples_per_joule(machine, one) for one in within), default=0.0)
-    fast_enough = machine.samples_per_second(chosen.shares) >= fastest * (1 - slowdown) * (1 - UNSURE)
+    fast_enough = samples_per_second(machine, chosen.shares) >= fastest * (1 - slowdown) * (1 - UNSURE)
     return fast_enough and _samples_per_joule(machine, chosen.shares) >= ENOUGH * best
 
 
@@ -87,7 +88,7 @@ def _most_within(machine: Machine, position: int, seconds: float, together: bool
 
 
 def _samples_per_joule(machine: Machine, shares: tuple[int, ...]) -> float:
-    step, together = machine.step_seconds(shares), sum(map(bool, shares)) > 1
+    step, together = step_seconds(machine, shares), sum(map(bool, shares)) > 1
     watts = 0.0
     for i, (device, share) in enumerate(zip(machine.devices, shares, strict=True)):
         busy = machine.device_seconds(i, share, together) / step if share else 0.0

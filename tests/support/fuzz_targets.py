@@ -39,6 +39,7 @@ from evener.tui.text.formatting import plain
 from evener.tui.text.parsing import parse_duration, parse_settings
 from evener.tui.text.summaries import event_line, summary_lines
 from evener.workloads import registry
+from tests.support.machines import samples_per_second
 
 Target = Callable[[bytes], object]
 LONGEST_MESSAGE = 10_000  # characters of an error, not counting what it quotes of the input
@@ -111,7 +112,7 @@ def fuzz_plan(data: bytes) -> None:
 def fuzz_machine(data: bytes) -> None:
     """A machine that can be read has a finite speed, and a search on it ends."""
     machine = parse_machine(data)
-    assert machine.samples_per_second((1,) * len(machine.devices)) >= 0
+    assert samples_per_second(machine, (1,) * len(machine.devices)) >= 0
     if len(machine.devices) <= 3:
         _search(data)
 

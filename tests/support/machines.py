@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from evener.devices.machine import Machine
 from evener.devices.simulated import parse_machine
 
@@ -31,3 +34,21 @@ def crawling_machine_toml(beyond: int = 1400) -> str:
 
 def _ms(rows: int) -> float:
     return round(5 + 0.032 * rows, 3)
+
+
+def step_seconds(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
+    """One synchronous step, without noise: the slowest device's part, and keeping k >= 2 of them in step.
+
+    `micro` are the most rows of each device's passes; empty: each share is one pass.
+    """
+    active = [position for position, share in enumerate(shares) if share > 0]
+    passes = [-(-share // rows) if share else 0 for share, rows in zip(shares, micro or shares, strict=True)]
+    together = len(active) > 1
+    parts = (machine.device_seconds(position, shares[position], together, passes[position]) for position in active)
+    return max(parts, default=0.0) + machine.sync_seconds(active)
+
+
+def samples_per_second(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()) -> float:
+    """Combined throughput without noise; 0 if nobody has samples, infinite if a step takes no time."""
+    total, seconds = sum(shares), step_seconds(machine, shares, micro)
+    return total / seconds if seconds > 0 else (math.inf if total else 0.0)

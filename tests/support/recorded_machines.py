@@ -20,6 +20,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import Timed
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_oracle as oracle
+from tests.support.machines import samples_per_second
 from tests.support.recording_prober import RecordingProber
 
 RECORDED = Path(__file__).resolve().parent.parent / "recorded"
@@ -92,7 +93,7 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     result = looking.best()
     if result is None:
         raise RuntimeError(f"nothing was measured: {looking.why_stopped()}")
-    rate = made.samples_per_second(result.layout.shares)
+    rate = samples_per_second(made, result.layout.shares)
     return Found(1 - rate / best.samples_per_second, result.layout.shares, len(watched.seen), best)
 
 

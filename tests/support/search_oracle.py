@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from evener.devices.machine import Machine, SimulatedDevice
 from evener.devices.types import Limit
 from tests.support.machine_families import largest
+from tests.support.machines import samples_per_second
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -65,7 +66,7 @@ def true_rate(machine: Machine, shares: Sequence[int], micro: Sequence[int] = ()
         return 0.0
     if any(now.memory_bytes(i, most) > now.usable_memory_bytes(i) for i, most in enumerate(rows) if most):
         return 0.0
-    return now.samples_per_second([shares[i] for i in kept], rows)
+    return samples_per_second(now, [shares[i] for i in kept], rows)
 
 
 def moment(machine: Machine, at: float) -> tuple[Machine, list[int]]:

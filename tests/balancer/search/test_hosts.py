@@ -24,6 +24,7 @@ from evener.balancer.types import Layout, Problem
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve, split_fixed, split_free
+from tests.support.machines import samples_per_second
 
 
 def make_machine(hosts: int, each: int, sync: Sync, seed: int = 1, noise: float = 0.003) -> Machine:
@@ -98,7 +99,7 @@ def best_rate(machine: Machine, batch: int | None = None) -> float:
 def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: int | None) -> None:
     machine = make_machine(3, 2, Sync(base_ms=1.0, network_ms=network_ms))
     search, layout = search_on(machine, global_batch=batch, tolerance=0.0, micro=False)
-    assert machine.samples_per_second(layout.shares) >= 0.97 * best_rate(machine, batch)
+    assert samples_per_second(machine, layout.shares) >= 0.97 * best_rate(machine, batch)
     hosts = {machine.devices[i].host for i in layout.active}
     assert len(hosts) == (3 if network_ms == 0 else 1 if network_ms == 400 else len(hosts))
     if network_ms == 400:
@@ -142,7 +143,7 @@ def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -
 def test_many_hosts_of_8_unequal_gpus(hosts: int, network: Sync, batch: int | None) -> None:
     machine = make_machine(hosts, 8, network, noise=0.0)
     _, layout = search_on(machine, global_batch=batch, tolerance=0.0, micro=False)
-    assert machine.samples_per_second(layout.shares) >= 0.995 * best_rate(machine, batch)
+    assert samples_per_second(machine, layout.shares) >= 0.995 * best_rate(machine, batch)
 
 
 def test_exchange_within_a_host_and_across_hosts_is_learnt_apart() -> None:

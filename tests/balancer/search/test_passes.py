@@ -36,6 +36,7 @@ from evener.shares.waterfill import DeviceCurve
 from tests.support import machine_families as families
 from tests.support import search_oracle as oracle
 from tests.support import search_trials as trials
+from tests.support.machines import samples_per_second
 from tests.support.recording_prober import RecordingProber
 from tests.support.search_machines import Bench, benches, searched
 from tests.support.search_trials import Ask
@@ -68,7 +69,7 @@ def plan(machine: Machine, batch: int | None, micro: bool = True) -> tuple[Resul
 
 def rate(machine: Machine, found: Result | None) -> float:
     assert found is not None
-    return machine.samples_per_second(found.layout.shares, found.layout.micro)
+    return samples_per_second(machine, found.layout.shares, found.layout.micro)
 
 
 @st.composite
@@ -153,7 +154,7 @@ def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:
     assert found is not None
     assert found.layout.passes(1) >= 3
     assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
-    assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * whole.samples_per_second((1024, 1024))
+    assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * samples_per_second(whole, (1024, 1024))
     held, _ = plan(Machine((full, small), Sync(0.5)), 2048, micro=False)
     assert held is None
 

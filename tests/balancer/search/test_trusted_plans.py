@@ -19,7 +19,7 @@ from evener.balancer.types import Observation, Problem, Result, Timed, solo
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.plan.file import BEST_SINGLE
 from tests.support import machine_families, search_oracle
-from tests.support.machines import crawling_machine
+from tests.support.machines import crawling_machine, samples_per_second
 from tests.support.recording_prober import RecordingProber
 from tests.support.search_machines import Bench, benches
 
@@ -48,7 +48,7 @@ def fastest(ran: list[Timed], batch: int | None) -> Timed:
 def true_rate(machine: Machine, seen: Timed | Result) -> float:
     """Samples/s without noise."""
     layout = seen.layout if isinstance(seen, Result) else seen.probe.layout
-    return machine.samples_per_second(layout.shares, layout.micro)
+    return samples_per_second(machine, layout.shares, layout.micro)
 
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
@@ -102,7 +102,7 @@ def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) 
     assert best is not None
     rate = true_rate(CRAWLING, best)
     assert rate >= true_rate(CRAWLING, fastest(ran, ROWS)) * (1 - SLACK)
-    assert rate >= CRAWLING.samples_per_second((0, ROWS)) * 0.98
+    assert rate >= samples_per_second(CRAWLING, (0, ROWS)) * 0.98
     if budget >= 20:  # 0.77 in one pass: two of them are faster than one above 1,400
         assert rate >= search_oracle.fixed(CRAWLING, ROWS).samples_per_second * 0.8
     if budget >= 30:
@@ -177,7 +177,7 @@ def recorded(slower: float = 1.0) -> SimulatedDevice:
 def best_of_falling(machine: Machine, batch: int) -> float:
     """The most samples/s of one fixed batch on one device or two, by trying every split."""
     shares = [(share, batch - share) for share in range(batch + 1)]
-    return max(machine.samples_per_second(one) for one in shares)
+    return max(samples_per_second(machine, one) for one in shares)
 
 
 @pytest.mark.parametrize("batch", [200, 320, 512, 900, 3000])
@@ -189,7 +189,7 @@ def test_times_that_fall_end_near_the_best(batch: int, slower: float) -> None:
     best = search.best()
     assert best is not None
     assert true_rate(machine, best) >= true_rate(machine, fastest(ran, batch)) * (1 - SLACK)
-    assert machine.samples_per_second(best.layout.shares) >= 0.93 * best_of_falling(machine, batch)
+    assert samples_per_second(machine, best.layout.shares) >= 0.93 * best_of_falling(machine, batch)
 
 
 def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
@@ -198,8 +198,8 @@ def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
     search, _ = searched(machine)
     best = search.best()
     assert best is not None
-    top = machine.samples_per_second((4096, 2600))
-    assert machine.samples_per_second(best.layout.shares) >= top * (1 - TOLERANCE - 0.015)
+    top = samples_per_second(machine, (4096, 2600))
+    assert samples_per_second(machine, best.layout.shares) >= top * (1 - TOLERANCE - 0.015)
 
 
 # ---------------------------------------------------------------------- searches that end early
@@ -217,7 +217,7 @@ def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_devic
     )
     machine = Machine(devices, Sync(50.0))
     whole, ran = searched(machine, global_batch=batch, micro=micro)
-    alone = machine.samples_per_second((batch, 0))
+    alone = samples_per_second(machine, (batch, 0))
     interrupted = Search(whole.problem)
     for one in ran:
         interrupted.tell(one)
