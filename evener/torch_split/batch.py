@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -276,15 +277,16 @@ def _address(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+@dataclass(frozen=True)
 class Steps(StepListener):
     """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
 
-    def __init__(self, training: Any, trains: bool) -> None:
-        self._training, self._trains = training, trains
+    training: Any
+    trains: bool
 
     def compare(self, digest: int) -> None:
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
-        if dist.is_initialized() and not is_equal_everywhere(digest, self._training.device):
+        if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
                 "The ranks drew different orders of rows from order=, or were given different lengths=.",
                 "Draw from PyTorch's random numbers, or give a function of the epoch that seeds its own.",
@@ -292,19 +294,19 @@ class Steps(StepListener):
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a batch that the loop gets."""
-        weights = self._training.weights
+        weights = self.training.weights
         weights.take(origin, sizes, batch)
-        if self._trains:
-            self._training.timer.begin(sizes)
+        if self.trains:
+            self.training.timer.begin(sizes)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report a batch that the loop is done with."""
-        if self._trains:
-            self._training.report(sizes[self._training.rank], tokens)
-            self._training.end()
+        if self.trains:
+            self.training.report(sizes[self.training.rank], tokens)
+            self.training.end()
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
-        if self._trains:
-            self._training.timer.pause()
-        self._training.weights.end(origin)
+        if self.trains:
+            self.training.timer.pause()
+        self.training.weights.end(origin)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-)
+from torch.nn.modules import module as modules
 
 from ..errors import RequestError
 
@@ -280,8 +276,8 @@ class Buffers:
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._module, self._ignored = module, ignored
         self._owners: list[tuple[str, Any]] = []
-        self._listed = -1  # modules that had been registered then
-        self._seen: list[int] = []  # those, and buffers, when the values were kept
+        self._listed = -1  # modules and buffers that had been registered then
+        self._kept_at = -1  # those that had been when the values were kept
         self._places: list[tuple[int, int]] = []
         self._known: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each device: bytes, and what they were
 
@@ -296,7 +292,7 @@ class Buffers:
 
     def keep(self) -> bool:
         """Keep the values, for `add_changes`; False if they would take too much memory."""
-        self._seen, self._places, self._known = list(_registered), self._find_places(), []
+        self._kept_at, self._places, self._known = _registered[0], self._find_places(), []
         buffers = self.all()
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
             return False
@@ -310,9 +306,8 @@ class Buffers:
 
         Values are compared, as PyTorch counts no changes by `buffer.data`, nor those of BatchNorm.
         """
-        if not self._places and self._seen == _registered:  # no buffers: nothing to look for
-            return
-        if self._find_places() != self._places:
+        may_differ = self._places or self._kept_at != _registered[0]  # else there are none
+        if may_differ and self._find_places() != self._places:
             flag.add_(1)
             return
         for own, kept in self._known:
@@ -326,15 +321,15 @@ class Buffers:
         return [(id(each), each.data_ptr()) for each in self.all()]
 
 
-_registered = [0, 0]  # modules that became a part of another one in this process, and buffers
+_registered = [0]  # modules and buffers that became a part of a module in this process
 
 
-def _count(kind: int, *_: Any) -> None:
-    _registered[kind] += 1
+def _count_registered(*_: Any) -> None:
+    _registered[0] += 1
 
 
-register_module_module_registration_hook(partial(_count, 0))
-register_module_buffer_registration_hook(partial(_count, 1))
+modules.register_module_module_registration_hook(_count_registered)
+modules.register_module_buffer_registration_hook(_count_registered)
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
@@ -369,19 +364,14 @@ class Held:
         """Add the pass's gradients to those that were kept, except for final ones."""
         if self._kept is None:
             return
-        sums: list[Any] = []
-        added: list[Any] = []
-        final = self.final or ()
-        for parameter, kept in zip(self._parameters, self._kept, strict=True):
-            if parameter.grad is not None and kept is not None and id(parameter) not in final:
-                sums.append(kept)
-                added.append(parameter.grad)
-            if kept is not None:
-                parameter.grad = kept
-        self._kept = None
-        if sums:
+        kept = [pair for pair in zip(self._parameters, self._kept, strict=True) if pair[1] is not None]
+        final, self._kept = self.final or (), None
+        added = [(old, each.grad) for each, old in kept if each.grad is not None and id(each) not in final]
+        for parameter, old in kept:
+            parameter.grad = old
+        if added:
             with torch.no_grad():
-                torch._foreach_add_(sums, added)
+                torch._foreach_add_(*map(list, zip(*added, strict=True)))
 
     def close(self) -> None:
         """Finish a complete pass."""
