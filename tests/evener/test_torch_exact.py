@@ -1,7 +1,7 @@
 """Real ranks end with the weights of one process, to float64's rounding, or with a sentence that names what to change.
 
 Loops of every kind, and programs as users write them: the rows of the tables in docs/training_torch.md. The programs'
-data sets have 41 rows, whose last batch of 8 has 1, and also 45, whose last has 5, where a program does something with
+data sets have 25 rows, whose last batch of 8 has 1, and also 29, whose last has 5, where a program does something with
 rows. Ranks are on gloo; on NCCL where there are GPUs.
 """
 
@@ -120,7 +120,7 @@ def test_a_mean_over_tokens_inside_the_model_is_not_noticed(ended: list[Ended]) 
 def test_the_programs_move_the_weights() -> None:
     """What is compared isn't the start."""
     start = programs.weights(programs.network())
-    for mine, before in zip(one_process("plain", 45), start, strict=True):
+    for mine, before in zip(one_process("plain", 29), start, strict=True):
         assert float((mine - before).abs().max()) > 1e-3
 
 
@@ -140,12 +140,12 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:
     with pytest.warns(UserWarning, match=r"last batch has 1 rows for 2 ranks.*split\.rows"):
-        one_rank_of_two.loader(programs.data(41))
+        one_rank_of_two.loader(programs.data(25))
     for loader in (
-        one_rank_of_two.loader(programs.data(45)),
-        one_rank_of_two.loader(programs.data(41), training=False),
+        one_rank_of_two.loader(programs.data(29)),
+        one_rank_of_two.loader(programs.data(25), training=False),
     ):
-        assert len(loader) == 6 - (len(loader.dataset) == 41)
+        assert len(loader) == 4 - (len(loader.dataset) == 25)
 
 
 def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:

@@ -97,7 +97,7 @@ def two_loaders_a_backward_pass_each(shares: tuple[int, ...], rows: TensorDatase
     split = split_by(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
-    half = Subset(rows, range(27))
+    half = Subset(rows, range(19))
     for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(half), strict=False):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
@@ -112,7 +112,7 @@ def two_batches_before_their_backward_passes(shares: tuple[int, ...], rows: Tens
     split = split_by(shares)
     models = split.wrap(network()), split.wrap(network())
     optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], 0.2)
-    loaders = split.loader(rows), split.loader(Subset(rows, range(27)))
+    loaders = split.loader(rows), split.loader(Subset(rows, range(19)))
     for batches in zip(*loaders, strict=False):
         losses = [
             F.cross_entropy(model(inputs), labels) for model, (inputs, labels) in zip(models, batches, strict=True)

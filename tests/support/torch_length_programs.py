@@ -151,7 +151,7 @@ def trained(split: Split, rows: int, resume: tuple[int, ...] = (), accumulate: i
 
 @exact
 def texts_by_cost(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """The last of 41 rows is a batch of its own, in which the other ranks keep step."""
+    """The last of 25 rows is a batch of its own, in which the other ranks keep step."""
     return trained(cost_split(shares, times=5), len(rows))
 
 

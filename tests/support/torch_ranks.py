@@ -19,8 +19,8 @@ from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_split import Split
 from tests.support.launched_plan import make_plan
 
-STEPS = 21  # of a training that is launched, and goes on after losses
-OVER_AN_EPOCH = 9  # steps of every other one, most of which have 7 an epoch
+STEPS = 14  # of a training that is launched, and goes on after losses
+OVER_AN_EPOCH = 6  # steps of every other one, most of which have 4 an epoch
 CLASSES = torch.tensor([1.0, 0.0, 5.0], dtype=torch.float64)  # what each class weighs; the second is ignored
 WIDTH = 7
 
@@ -29,7 +29,7 @@ class TrainingCase(msgspec.Struct, frozen=True):
     """One training."""
 
     optimizer: str = "sgd"
-    rows: int = 49  # 6 full batches of 8 and one of a single row
+    rows: int = 25  # three full batches of 8 and one of a single row
     clip: float | None = None
     accumulate: int = 1
     no_sync: bool = True
@@ -52,22 +52,22 @@ CASES = {
     "momentum": TrainingCase("momentum"),
     "adam": TrainingCase("adam"),
     "adamw": TrainingCase("adamw"),
-    "short tail": TrainingCase("momentum", rows=51),
-    "whole batches": TrainingCase("adam", rows=48),
+    "short tail": TrainingCase("momentum", rows=27),
+    "whole batches": TrainingCase("adam", rows=24),
     "less than a batch": TrainingCase("momentum", rows=5),
     "clip": TrainingCase("momentum", clip=0.05),
-    "clip adamw": TrainingCase("adamw", rows=50, clip=0.05),
+    "clip adamw": TrainingCase("adamw", rows=50, clip=0.05),  # launched too, over two epochs
     "penalty": TrainingCase("sgd", penalty=1e-2),
     "accumulate": TrainingCase("momentum", accumulate=3),
-    "accumulate adamw, short tail, clip": TrainingCase("adamw", rows=51, accumulate=4, clip=0.05),
+    "accumulate adamw, short tail, clip": TrainingCase("adamw", rows=27, accumulate=3, clip=0.05),
     "accumulate with sync": TrainingCase("momentum", accumulate=3, no_sync=False),
     "accumulate, bucket view": TrainingCase("momentum", accumulate=3, options={"gradient_as_bucket_view": True}),
     "small buckets": TrainingCase("adam", options={"bucket_cap_mb": 0.0001}),
     "static graph": TrainingCase("momentum", options={"static_graph": True}),
     "auxiliary": TrainingCase("momentum", auxiliary=True),
     "loss": TrainingCase("momentum", weigh="loss"),
-    "ignored and weighted classes": TrainingCase("momentum", rows=51, ignore=True),
-    "the same, by loss, accumulated": TrainingCase("adam", rows=51, ignore=True, weigh="loss", accumulate=2),
+    "ignored and weighted classes": TrainingCase("momentum", rows=27, ignore=True),
+    "the same, by loss, accumulated": TrainingCase("adam", rows=27, ignore=True, weigh="loss", accumulate=2),
     "validation in each step": TrainingCase("momentum", validate=True),
     "the same, by loss": TrainingCase("momentum", validate=True, weigh="loss"),
     "loss, accumulate, penalty": TrainingCase("adamw", accumulate=3, weigh="loss", penalty=1e-2),
@@ -81,8 +81,8 @@ CASES = {
     ),
 }
 GPU_CASES = {  # a row that only keeps step would count in the statistics: every rank has rows of its own in each step
-    "synchronized normalization": TrainingCase("momentum", rows=48, weigh="loss", normalize=True),
-    "the same, short tail": TrainingCase("momentum", rows=51, weigh="loss", normalize=True, accumulate=2),
+    "synchronized normalization": TrainingCase("momentum", rows=24, weigh="loss", normalize=True),
+    "the same, short tail": TrainingCase("momentum", rows=27, weigh="loss", normalize=True, accumulate=2),
 }
 
 

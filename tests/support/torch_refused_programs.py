@@ -254,7 +254,7 @@ def two_loaders_of_other_lengths(shares: tuple[int, ...], rows: TensorDataset) -
     split = split_by(shares)
     model = split.wrap(network())
     optimizer = sgd(model)
-    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(Subset(rows, range(27))), strict=False):
+    for (inputs, labels), (others, _) in zip(split.loader(rows), split.loader(Subset(rows, range(19))), strict=False):
         update(optimizer, F.cross_entropy(model(inputs), labels) + model(others).square().mean())
     return weights(model)
 
@@ -279,7 +279,7 @@ def the_next_batch_early_and_changed(shares: tuple[int, ...], rows: TensorDatase
 def two_loaders_changed(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
     model = split.wrap(network())
-    half = split.loader(Subset(rows, range(27)))
+    half = split.loader(Subset(rows, range(19)))
     for (inputs, _), _others in zip(split.loader(rows), half, strict=False):
         model(inputs * 2).square().mean().backward()
     return weights(model)
