@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,8 @@ pytestmark = [pytest.mark.slow, two_cores]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RankServer]:
-    with RankServer(PARTS) as made:
-        yield made
+def server(rank_server: Callable[[str], RankServer]) -> RankServer:
+    return rank_server("tests.support.torch_imports")
 
 
 def run(server: RankServer, folder: Path, module: str, name: str) -> tuple[str, str]:

@@ -65,6 +65,22 @@ def run_launched(_folder: Path, rank: int, script: str, *words: str) -> None:
     run_script(rank, script, *words)
 
 
+def run_evener(folder: Path, _rank: int, cwd: str, *words: str) -> None:
+    """`evener WORDS` in a folder; what it prints, its process and its exit code are files: see forked_evener.py."""
+    os.chdir(cwd)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    (folder / "pid").write_text(str(os.getpid()))
+    sys.argv = ["evener", *words]
+    code: object = 0
+    try:
+        runpy.run_module("evener", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
+    sys.stdout.flush()
+    (folder / "code").write_text(str(code))
+
+
 def run_by_shares(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:
     """As `run_saving_script`, in the environment and with the hooks of evener run; adds evener's words as "said"."""
     import msgspec

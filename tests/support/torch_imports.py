@@ -1,4 +1,4 @@
-"""What PyTorch imports at an optimizer's first step, and as it compiles: ranks are forked from a process that has.
+"""What PyTorch imports at an optimizer's first step, as it compiles, and as an agent starts: ranks are forked from it.
 
 Each of them would import it for itself, 1 to 2 s of CPU.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch._dynamo.testing
 import torch.distributed.fsdp
+import torch.distributed.launcher.api
 import torch.distributed.tensor.experimental._attention
 import torch.export._trace
 import torch.nn.attention.flex_attention  # noqa: F401

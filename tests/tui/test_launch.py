@@ -26,6 +26,7 @@ from evener.tui.launch.job import make_job
 from evener.tui.launch.processes import named_output
 from evener.tui.signals import caught_signals
 from tests.support.cores import two_cores
+from tests.support.forked_evener import ForkedEvener
 from tests.support.launched_checks import check_ranks
 from tests.support.launched_plan import plan
 from tests.support.rank_server import RankServer
@@ -215,6 +216,23 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.fixture
+def fork(rank_server: Callable[[str], RankServer], tmp_path: Path) -> Iterator[Callable[..., ForkedEvener]]:
+    """As `start`, forked from a process that has imported PyTorch's agent."""
+    running: list[ForkedEvener] = []
+
+    def begin(*words: str) -> ForkedEvener:
+        paths = os.pathsep.join((os.environ["PYTHONPATH"], str(ROOT)))
+        variables = {"PYTHONPATH": paths, "EVENER_LIVE_DIR": str(tmp_path / "live"), "OMP_NUM_THREADS": "1"}
+        server, files = rank_server("tests.support.torch_imports"), tmp_path / f"evener-{len(running)}"
+        running.append(ForkedEvener(server, tmp_path, files, words, variables))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+
+
 def test_each_line_of_several_processes_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     """Whole lines, also those of a progress bar, of text without an end, and of more than a pipe holds."""
     long = b"y" * 200_000
@@ -249,7 +267,7 @@ def need_torch_and_two_cpus() -> None:
         pytest.skip("needs two CPUs")
 
 
-def wait_for(paths: list[Path], process: subprocess.Popen[str]) -> None:
+def wait_for(paths: list[Path], process: subprocess.Popen[str] | ForkedEvener) -> None:
     while not all(path.exists() for path in paths):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.05)
@@ -259,7 +277,7 @@ def wait_for(paths: list[Path], process: subprocess.Popen[str]) -> None:
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("hosts", [("",), HOSTS[:2]], ids=["own child", "elastic agents of two hosts"])
 def test_processes_are_started_again_and_end_by_ctrl_c(
-    hosts: tuple[str, ...], start: Callable[..., Any], tmp_path: Path
+    hosts: tuple[str, ...], start: Callable[..., Any], fork: Callable[..., Any], tmp_path: Path
 ) -> None:
     """The first to be killed takes the other host's with it; after that all run again, until a signal."""
     if len(hosts) == 2:
@@ -268,7 +286,7 @@ def test_processes_are_started_again_and_end_by_ctrl_c(
     plan(["cpu-0-of-1"] * len(hosts), hosts, framework="torch").save(tmp_path / "plan.toml")
     meet = ["--rendezvous", f"127.0.0.2:{free_port()}"]
     words = ["--max-restarts", "1", "plan.toml", "train.py", "--json", "--gpus", "0,1"]
-    running = [start("launch", *(["--host", host, *meet] if host else []), *words) for host in hosts]
+    running = [fork("launch", "--host", host, *meet, *words) if host else start("launch", *words) for host in hosts]
     wait_for([tmp_path / f"ready{rank}-1" for rank in range(len(hosts))], running[0])
     for process in running:
         process.send_signal(signal.SIGINT)
@@ -327,13 +345,14 @@ def test_a_model_that_needs_processes_gets_them_where_the_plan_leaves_the_choice
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2], ids=["own children", "elastic agent"])
 def test_an_error_of_the_script_ends_all_in_one_sentence_and_with_exit_code_1(
-    ranks: int, start: Callable[..., Any], tmp_path: Path
+    ranks: int, start: Callable[..., Any], fork: Callable[..., Any], tmp_path: Path
 ) -> None:
     if ranks == 2:
         need_torch_and_two_cpus()
     (tmp_path / "train.py").write_text(SCRIPT)
     plan([f"cpu-{i}-of-{ranks}" for i in range(ranks)], framework="torch").save(tmp_path / "plan.toml")
-    process = start("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
+    begin = fork if ranks == 2 else start
+    process = begin("launch", "--max-restarts", "2", "plan.toml", "-m", "train", "fail")
     output, errors = process.communicate(timeout=SECONDS)
     others = "; the others were stopped" if ranks == 2 else ""
     shares = "2 rows on CPU:0" if ranks == 1 else "4 rows on CPU:0, 2 rows on CPU:1"

@@ -29,12 +29,15 @@ from evener.training.launched import is_device_error
 from evener.tui.launch import restarts
 from evener.tui.launch.processes import Ending
 from evener.tui.launch.restarts import find_broken
+from tests.support.forked_evener import ForkedEvener
 from tests.support.launched_plan import plan
 from tests.support.python_path import python_path
+from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = str(ROOT / "tests/support/surviving_training.py")
 SECONDS = 240
+LAUNCH = ("launch", "--max-restarts", "2", "plan.toml")
 
 
 def need_torch_and_two_cpus() -> None:
@@ -43,20 +46,24 @@ def need_torch_and_two_cpus() -> None:
         pytest.skip("needs two CPUs")
 
 
-def launch(folder: Path, *script: str, device: str = "cpu-1-of-2") -> subprocess.CompletedProcess[str]:
-    """Launch with two restarts; nothing computes on the device while there is a file `dead`."""
+def prepare(folder: Path, device: str = "cpu-1-of-2") -> dict[str, str]:
+    """The environment of a launch in a folder, where nothing computes on the device while there is a file `dead`."""
     (folder / "sitecustomize.py").write_text(
         f"import os\nif os.environ.get('EVENER_DEVICE') == {device!r} and os.path.exists('dead'):\n    os._exit(1)\n"
     )
-    environment = {
+    return {
         "PYTHONPATH": python_path(folder, ROOT),
         "EVENER_LIVE_DIR": str(folder / "live"),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def launch(folder: Path, device: str = "cpu-1-of-2") -> subprocess.CompletedProcess[str]:
+    """Launch train.py with two restarts."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "evener", "launch", "--max-restarts", "2", "plan.toml", *script],
+        [sys.executable, "-W", "ignore", "-m", "evener", *LAUNCH, "train.py"],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, **prepare(folder, device)},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -65,7 +72,9 @@ def launch(folder: Path, *script: str, device: str = "cpu-1-of-2") -> subprocess
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(tmp_path: Path) -> None:
+def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is_back(
+    rank_server: Callable[[str], RankServer], tmp_path: Path
+) -> None:
     """Rank 1 is killed in mid-epoch and its slice is dead; later the only rank is killed, and the slice is back.
 
     Each row once an epoch, and the weights of one process that nothing disturbed. The journal has the three starts.
@@ -78,9 +87,11 @@ def test_a_training_goes_on_without_a_device_that_is_lost_and_with_it_once_it_is
     made = plan(["cpu-0-of-2", "cpu-1-of-2"])
     layout = make_layout("split", made.layout.share, (5, 3))
     msgspec.structs.replace(made, layout=layout).save(tmp_path / "plan.toml")
-    done = launch(tmp_path, TRAINING, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    *said, ended = (line for line in done.stderr.splitlines() if line.startswith("evener:"))
+    server, words = rank_server("tests.support.torch_imports"), (*LAUNCH, TRAINING, str(tmp_path))
+    launcher = ForkedEvener(server, tmp_path, tmp_path / "evener", words, prepare(tmp_path))
+    _, errors = launcher.communicate(SECONDS)
+    assert launcher.returncode == 0, errors
+    *said, ended = (line for line in errors.splitlines() if line.startswith("evener:"))
     assert ended.startswith("evener: surviving_training.py has ended, after ")
     assert said == [
         "evener: surviving_training.py starts: 5 rows on CPU:0, 3 rows on CPU:1",
@@ -135,7 +146,7 @@ def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(tmp
     made = plan(["cpu-0-of-2", "cpu-1-of-2"], framework="tensorflow", engine="multiworker")
     made.save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text(KERAS)
-    done = launch(tmp_path, "train.py")
+    done = launch(tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "alone").read_text().endswith("plan-1.toml")
     for device in ("cpu-0-of-2", "cpu-1-of-2"):
@@ -147,7 +158,7 @@ def test_the_processes_of_keras_get_the_cluster_of_the_devices_that_are_left(tmp
 def test_no_device_that_computes_is_one_sentence_and_exit_code_3(tmp_path: Path) -> None:
     plan(["cpu-0-of-1"]).save(tmp_path / "plan.toml")
     (tmp_path / "train.py").write_text("import os\nopen('dead', 'w')\nos.abort()\n")
-    done = launch(tmp_path, "train.py", device="cpu-0-of-1")
+    done = launch(tmp_path, "cpu-0-of-1")
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
         "evener: train.py starts: 2 rows on CPU:0",
