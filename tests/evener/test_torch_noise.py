@@ -92,7 +92,7 @@ def test_one_process_compares_the_passes_of_a_step(name: str, monkeypatch: pytes
 def test_a_trainer_in_one_process_compares_what_it_accumulates(trainer_ranks: Callable[..., list[Any]]) -> None:
     skip_without("transformers")
     (found,) = trainer_ranks("tests.support.trainer_noise_programs.one_process", imports="transformers.trainer")
-    assert found["samples"] > 100
+    assert found["samples"] > 60
     assert found["low"] < programs.true_noise_scale(programs.network(), programs.data()) < found["high"]
 
 

@@ -26,7 +26,7 @@ from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard
 from tests.support.torch_ranks import example_plan
 
-ROWS, STEPS = 12_000, 160
+ROWS, STEPS = 12_000, 110
 CASES: dict[str, dict[str, Any]] = {
     "6:2": {"shares": (60, 20)},
     "in passes": {"shares": (40, 24), "micros": (16, 24)},
@@ -148,7 +148,7 @@ def measured(folder: Path, rank: int) -> None:
 
 
 def exact(folder: Path, rank: int) -> None:
-    """The weights after 40 steps without noise and with it, and the sentences that refuse it."""
+    """The weights after 20 steps without noise and with it, and the sentences that refuse it."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {name: [learn(case, noise) for noise in (False, True)] for name, case in CASES.items()}
     torch.save({"weights": found, "refused": [refusal(sharded=True), refusal(sharded=False)]}, folder / f"{rank}.pt")
@@ -209,7 +209,7 @@ def learn(case: dict[str, Any], noise: bool) -> list[torch.Tensor]:
     split = make_split(**options_of(case), noise=noise)
     model = split.wrap(KINDS[case.get("kind", "dense")]())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for done, batch in enumerate(islice(split.loader(data(), drop_last=True), 40), 1):
+    for done, batch in enumerate(islice(split.loader(data(), drop_last=True), 20), 1):
         train(split, model, batch)
         if done % case.get("accumulate", 1) == 0:
             optimizer.step()

@@ -17,7 +17,7 @@ from evener.torch_rows.sampler import UnevenBatchSampler
 from evener.torch_split import Split
 from tests.support.torch_ranks import example_plan
 
-STEPS, WIDTH, WORDS, ROWS = 5, 8, 11, 19  # three steps an epoch, whose last batch has 3 rows of 8
+STEPS, WIDTH, WORDS, ROWS = 4, 8, 11, 19  # three steps an epoch, whose last batch has 3 rows of 8
 PARTS = {2: (1.0, 3.0), 3: (1.0, 2.0, 5.0), 4: (1.0, 2.0, 5.0, 1.5)}
 SHARES = {2: (6, 2), 3: (5, 2, 1), 4: (4, 2, 1, 1)}
 

@@ -32,7 +32,7 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(outputs, labels), "logits": outputs}
 
 
-EXACT, STEPS = 6, 160
+EXACT, STEPS = 6, 110
 Learned = tuple[Any, list[torch.Tensor]]  # the noise scale, and the weights
 
 
@@ -60,7 +60,7 @@ def huggingface(folder: Path, rank: int) -> None:
 def one_process(folder: Path, rank: int) -> None:
     """transformers' Trainer, which accumulates two batches."""
     torch.set_num_threads(1)
-    torch.save(train_huggingface(2, 120, shares=(64,))[0], folder / f"{rank}.pt")
+    torch.save(train_huggingface(2, 80, shares=(64,))[0], folder / f"{rank}.pt")
 
 
 def train_huggingface(
