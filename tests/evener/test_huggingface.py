@@ -197,7 +197,7 @@ def test_it_learns_the_same_where_passes_run_out_of_memory(trainer_ranks: Run, e
     shares, micros = given
     found = trainer_ranks("tests.support.huggingface_oom_programs.train_all", shares, micros, world=len(shares))
     for name, its in exploded.items():
-        assert sum(rank[name]["burst"] for rank in found) >= 4
+        assert sum(rank[name]["burst"] for rank in found) >= 2 * len(found)
         for each in (rank[name] for rank in found):
             for mine, other in zip(each["weights"], its["weights"], strict=True):
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)

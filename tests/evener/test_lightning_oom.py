@@ -11,6 +11,7 @@ import pytest
 if not all(map(find_spec, ("torch", "lightning"))):
     pytest.skip("a trainer isn't installed", allow_module_level=True)
 
+import msgspec
 import torch
 
 from tests.support import torch_oom_programs as bombed
@@ -20,7 +21,7 @@ PROGRAMS = (
 )
 NAMES = ("figures", "columns", "tokens", "validated", "compiled", "skipped", "resumed", "bf16", "fp16")
 WITHIN = {"bf16": 0.05, "fp16": 0.05}  # all others are in float64
-SAME_PASSES = ("plain in passes", "dropout", "normalized", "dropout in passes, accumulated", "accumulated")
+SAME_PASSES = ("normalized", "dropout in passes, accumulated")
 GIVEN = (((8,), (8,)), ((6, 2), (6, 2)), ((6, 2), (3, 1)))  # shares, and rows of a pass
 pytestmark = pytest.mark.slow
 Run = Callable[..., list[Any]]
@@ -67,7 +68,7 @@ def test_a_figure_that_one_device_logs_of_a_step_is_of_all_its_rows(expected: An
 def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_same_passes(
     trained: Any, name: str
 ) -> None:
-    case = bombed.CASES[name]
+    case = msgspec.structs.replace(bombed.CASES[name], steps=8)
     for (given, _), plan in zip(GIVEN[:2], trained, strict=False):
         shares, ranks = [4 * share for share in given], [rank["same passes"][name] for rank in plan]
         assert sum(rank["burst"] for rank in ranks) >= 5

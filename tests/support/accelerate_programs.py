@@ -21,7 +21,7 @@ from tests.support.huggingface_programs import SEED, Ordered, make_plan
 from tests.support.lightning_programs import EPOCHS, points
 from tests.support.scripted_shares import rotate_shares
 
-ROWS = 45
+ROWS = 29
 WINDOW = 2
 
 
@@ -99,7 +99,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
         loader = accelerator.prepare(loader)
     if name == "resumed" and split is not None:
         halve(accelerator, model, optimizer, loader, split, folder)
-    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS + (name == "rebalanced")):
+    for epoch in range(1 if name == "resumed" and split is not None else 0, EPOCHS + 3 * (name == "rebalanced")):
         sampler.set_epoch(epoch)
         LOOPS[name](accelerator, model, optimizer, loader, split)
     found: dict[str, Any] = {"weights": [tensor.detach().clone() for tensor in module.state_dict().values()]}

@@ -23,7 +23,7 @@ from tests.support.exact_losses import LOSSES, NETS, Loss
 from tests.support.huggingface_programs import Texts, compute_in_float64, make_plan, pad_texts, tiny_llama
 from tests.support.matrix_trainings import Ended, compare, make_arguments, note_changes
 
-ROWS = 21  # two full batches and a tail of five
+ROWS = 13  # a full batch and a tail of five
 
 
 class Points(Dataset[dict[str, Tensor]]):

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -22,6 +21,7 @@ from evener.training import retreat
 from tests.support.huggingface_programs import (
     ADAM,
     GLOBAL_BATCH,
+    TWICE,
     OwnLoss,
     Program,
     choose_class,
@@ -34,10 +34,9 @@ from tests.support.last_words import last_words
 from tests.support.torch_oom_programs import Bomb, Fuse
 
 PROGRAMS = {
-    "tokens": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2}),
-    "rows": Program("plain", 29, ADAM),
-    "rows by a compute_loss": Program("own loss", 29, ADAM),
-    "rows, checkpointed": Program("own loss", 21, {**ADAM, "gradient_checkpointing": True}),
+    "tokens": Program(rows=29, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}),
+    "rows": Program("plain", 29, {**ADAM, **TWICE}),
+    "rows by a compute_loss, checkpointed": Program("own loss", 21, {**ADAM, **TWICE, "gradient_checkpointing": True}),
 }
 
 
@@ -101,7 +100,7 @@ def train(program: Program, shares: list[int], micros: list[int], folder: Path, 
     passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
     kind = with_plan(counting(choose_class(program), len(passes) == 1), make_plan(shares, micros))
     bombs = Bombs(parts["model"], rank)
-    trainer = kind(args=make_arguments(program, str(folder), num_train_epochs=3), callbacks=[bombs], **parts)
+    trainer = kind(args=make_arguments(program, str(folder)), callbacks=[bombs], **parts)
     return {**describe(trainer, trainer.train()), "burst": bombs.fuse.burst, "rank": rank, **list_figures(trainer)}
 
 
@@ -114,7 +113,7 @@ def list_figures(trainer: Any) -> dict[str, Any]:
 def reference(program: Program) -> dict[str, Any]:
     """By the bare trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = make_arguments(program, folder, num_train_epochs=3, per_device_train_batch_size=GLOBAL_BATCH)
+        arguments = make_arguments(program, folder, per_device_train_batch_size=GLOBAL_BATCH)
         trainer = counting(choose_class(program), True)(args=arguments, **make_parts(program))
         return {**describe(trainer, trainer.train()), **list_figures(trainer)}
 
@@ -142,7 +141,7 @@ class SummedLoss(OwnLoss):
 
 def refuse_sum(folder: Path, rank: int) -> None:
     """What a training on one device says whose passes can't be made smaller."""
-    program = msgspec.structs.replace(PROGRAMS["rows by a compute_loss"], rows=16)
+    program = Program("own loss", 16, {**ADAM, **TWICE})
     parts = make_parts(program)
     trainer = with_plan(SummedLoss, make_plan([8]))(
         args=make_arguments(program, str(folder)), callbacks=[Bombs(parts["model"], 0)], **parts
@@ -166,7 +165,7 @@ class MeetingLoss(OwnLoss):
 def meet(folder: Path, rank: int) -> None:
     """What two ranks say of whom the second runs out of memory where its loss meets the other one."""
     torch.set_num_threads(1)
-    program = msgspec.structs.replace(PROGRAMS["rows by a compute_loss"], rows=24)
+    program = Program("own loss", 24, ADAM)
     parts = make_parts(program)
     bombs = Bombs(parts["model"], 0)
 

@@ -82,9 +82,9 @@ def in_parallel() -> Any:
 def refuse_checkpoint(folder: Path) -> dict[str, Any]:
     """Of another global batch, and the same by `global_batch`."""
     path, program = str(folder / "saved"), Program(rows=16)
-    arguments = make_arguments(program, path, save_strategy="epoch", num_train_epochs=1)
+    arguments = make_arguments(program, path, save_strategy="epoch")
     with_plan(Trainer, make_plan((8,)))(args=arguments, **make_parts(program)).train()
-    again, checkpoint = make_arguments(program, path), str(folder / "saved" / "checkpoint-2")
+    again, checkpoint = make_arguments(program, path, num_train_epochs=2), str(folder / "saved" / "checkpoint-2")
     smaller = with_plan(Trainer, make_plan((4,)))(args=again, **make_parts(program))
     same = with_plan(Trainer, make_plan((4,)), global_batch=8)(args=again, **make_parts(program))
     return {
@@ -96,7 +96,7 @@ def refuse_checkpoint(folder: Path) -> dict[str, Any]:
 
 def resume_bare(folder: Path) -> dict[str, Any]:
     """A bare training that was stopped in mid-epoch, gone on by a plan, beside one that wasn't; and by another plan."""
-    program, path = Program(rows=45, arguments={"num_train_epochs": 1}), str(folder / "bare")
+    program, path = Program(rows=45), str(folder / "bare")
     batches = {"per_device_train_batch_size": 8}
     whole = Trainer(args=make_arguments(program, path, **batches), **make_parts(program))
     whole.train()

@@ -30,7 +30,7 @@ class Case(msgspec.Struct, frozen=True):
 
     options: dict[str, Any] = {}
     module: str = "plain"
-    rows: int = 29
+    rows: int = 17
     by: str = "fit"  # who gives the loader
     validate: bool = False
     check: bool = True
@@ -40,16 +40,16 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = {
-    "limited": Case({"limit_train_batches": 3}),
-    "limited to a part": Case({"limit_train_batches": 0.5}),
+    "limited": Case({"limit_train_batches": 3}, rows=29),
+    "limited to a part": Case({"limit_train_batches": 0.5}, rows=29),
     "overfitted": Case({"overfit_batches": 2}, validate=True),
     "a fast run": Case({"fast_dev_run": 3}),
     "accumulated more later": Case(schedule={0: 1, 1: 2}),
-    "by a data module": Case(by="data module", rows=25),
-    "by train_dataloader": Case(by="module", rows=25),
-    "figures": Case(module="figures", rows=25),
+    "by a data module": Case(by="data module"),
+    "by train_dataloader": Case(by="module"),
+    "figures": Case(module="figures"),
     "tokens": Case({"gradient_clip_val": 0.5}, "tokens", count=True),
-    "LBFGS": Case(module="lbfgs", rows=25, at_once=True),
+    "LBFGS": Case(module="lbfgs", at_once=True),
     "split.loss": Case(module="split.loss", at_once=True),
     "rows of all ranks": Case(module="gathered", at_once=True),
 }
