@@ -25,8 +25,9 @@ from .data import array_rows
 from .divisions import divide_sums
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
-KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)  # that TensorFlow can sum so
-WIDER = dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64), tf.int64)  # for others
+KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64)  # that TensorFlow can sum so, on GPUs too
+NARROW = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.uint64)
+WIDER = dict.fromkeys(NARROW, tf.int64)  # for others
 LARGEST_KEY = (1 << 31) - 1
 
 

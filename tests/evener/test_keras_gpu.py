@@ -37,7 +37,9 @@ def test_two_processes_with_a_gpu_each_learn_what_one_learns(tmp_path: Path) -> 
     gpus = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     processes = start_group(SCRIPT, "multiworker", str(tmp_path), roles=["worker"] * 2, variables=gpus)
     first, second = read_all(processes, SECONDS)
-    for case in ("clipped momentum L2 weights one row", "activity accumulation weights one row", "dataset"):
-        assert first[case]["weights"] <= 1e-7
-        assert first[case]["logs"] <= 1e-6
-        assert second[case]["learned"] == first[case]["learned"]
+    compared = [case for case, seen in first.items() if isinstance(seen, dict) and "logs" in seen]
+    assert len(compared) >= 3
+    for case in compared:
+        assert first[case]["weights"] <= 1e-7, case
+        assert first[case]["logs"] <= 1e-6, case
+        assert second[case]["learned"] == first[case]["learned"], case
