@@ -138,7 +138,7 @@ def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "batch", "network"),
-    [(16, None, Sync(2.0)), (16, 25_600, Sync(2.0, 0.0, 10, 1)), (12, 3072, Sync(2.0, 0.0, 400))],
+    [(6, None, Sync(2.0)), (16, 25_600, Sync(2.0, 0.0, 10, 1)), (6, 1536, Sync(2.0, 0.0, 400))],
 )
 def test_many_hosts_of_8_unequal_gpus(hosts: int, network: Sync, batch: int | None) -> None:
     machine = make_machine(hosts, 8, network, noise=0.0)

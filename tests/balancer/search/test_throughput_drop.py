@@ -30,7 +30,7 @@ WHOLE = (
 )
 PART = (1, 10.1), (8, 10.35), (64, 15.71), (91, 18.32), (256, 32.5), (1077, 105.7), (4255, 385.2)
 H200 = Bench(((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART))  # keras_maxer, the second GPU at 60 %
-MACHINES = 24
+MACHINES = 12
 NEAR = 0.03  # of the best throughput
 
 
