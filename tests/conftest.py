@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.support.fake_nvml import FakeNvml
 from tests.support.keras_start import make_configs
 from tests.support.quick_probes import QUICK
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
+from tests.support.shared_servers import running_servers
 
 NEED_TORCH = ["evener/test_torch_*.py", "workloads/test_torch_*.py"]  # they import it at the top
 collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
@@ -248,6 +249,20 @@ def cores_of_one_user(shared_folder: Path) -> Iterator[int]:
 def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches in this process measure half a second at a time, not four."""
     monkeypatch.setattr(budget, "BASE_SECONDS", QUICK)
+
+
+@pytest.fixture(scope="session")
+def servers_of_all() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """The servers of `shared_servers`, which end with the test run."""
+    with running_servers() as sharing:
+        yield sharing
+
+
+@pytest.fixture
+def shared_servers(servers_of_all: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Searches in this process fork their children from servers that imported the framework for an earlier test."""
+    with servers_of_all():
+        yield
 
 
 @pytest.fixture(scope="module")

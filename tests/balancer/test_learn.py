@@ -47,6 +47,7 @@ def build():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_servers")
 def test_a_child_trains_at_the_own_batch_and_measures(own_folder: Path) -> None:
     """At weights that stay, (noise / signal) of 2 * error * inputs: 20 * 4 * (|w|^2 + 4) / (4 * |w|^2), about 25."""
     (own_folder / "train.py").write_text(SCRIPT)

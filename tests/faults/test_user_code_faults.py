@@ -7,7 +7,6 @@ import re
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evener.balancer.events import Event, ProbeProgress
@@ -18,6 +17,7 @@ from evener.balancer.store import runs
 from evener.errors import EvenerError, NoLayoutError, RequestError
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
+from tests.support.probe_children import list_probe_children
 
 pytestmark = [pytest.mark.slow, two_cores]
 
@@ -35,6 +35,7 @@ def sample_batch(n):
 """
 
 
+@pytest.mark.usefixtures("shared_servers")
 @pytest.mark.parametrize(
     ("extra", "batch", "words"),
     [
@@ -55,7 +56,7 @@ def test_the_line_that_raised_is_named_in_one_sentence(tmp_path: Path, extra: st
     assert words in fault.value.message
     assert "\n" not in fault.value.message
     assert fault.value.remedy
-    assert not psutil.Process().children()
+    assert not list_probe_children()
 
 
 NETWORK = """
@@ -78,6 +79,7 @@ class Broken(torch.nn.Module):
 """
 
 
+@pytest.mark.usefixtures("shared_servers")
 def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(tmp_path: Path) -> None:
     """In whichever of their files it is; the traceback is whole, with the lines of the framework."""
     skip_without("torch")
@@ -110,15 +112,19 @@ def build():
 
 @pytest.mark.skipif(0 not in os.sched_getaffinity(0), reason="the first core raises")
 @pytest.mark.parametrize("budget", [600.0, 0.5])
-def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path: Path, budget: float) -> None:
+def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(
+    tmp_path: Path, budget: float, request: pytest.FixtureRequest
+) -> None:
     """The first device's failure is everybody's: the other one, which still builds, is not waited for.
 
     It is also what is told where the time is over before the framework is imported.
     """
     skip_without("torch")
+    if budget > 1:
+        request.getfixturevalue("shared_servers")
     (tmp_path / "train.py").write_text(ONE_RAISES)
-    request = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=budget)
-    session = Session(open_run(request))
+    asked = Request(devices="cpu/2", workload=f"{tmp_path}/train.py:build", framework="torch", budget_seconds=budget)
+    session = Session(open_run(asked))
     started = time.monotonic()
     with pytest.raises(NoLayoutError, match=r"train.py:7: FileNotFoundError: no such data set") as fault:
         list(session.events())
@@ -129,8 +135,8 @@ def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(tmp_path:
     assert len(run.record.observations) == 1
     assert (run.state, run.trouble) == ("failed", fault.value.message)
     with pytest.raises(RequestError, match=r"nothing was measured: CPU:0, building: .*FileNotFoundError"):
-        Session(open_run(request, resume=session.run_id))
-    assert not psutil.Process().children()
+        Session(open_run(asked, resume=session.run_id))
+    assert not list_probe_children()
 
 
 HANGS = """
@@ -142,6 +148,7 @@ def build():
 """
 
 
+@pytest.mark.usefixtures("shared_servers")
 def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
