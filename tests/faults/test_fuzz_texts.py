@@ -13,6 +13,7 @@ from evener.tui.cli.main import run
 from tests.support.fuzz_targets import ODD, TARGETS, call, mutations, seeds
 
 EXAMPLES = {"machine": 20, "journal": 30, "snapshot": 30}  # more by benchmarks.fuzz, for as long as asked
+CUTS = 20  # of each text
 LONGEST_SECONDS = 5.0  # of CPU, for one text
 
 
@@ -42,7 +43,7 @@ def test_each_odd_text_alone_is_a_value_or_one_sentence(name: str) -> None:
 def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
     """As a kill or a full disk leaves it."""
     for data in seeds(name):
-        for end in range(0, len(data), max(1, len(data) // 40)):
+        for end in range(0, len(data), max(1, len(data) // CUTS)):
             call(TARGETS[name], data[:end])
 
 

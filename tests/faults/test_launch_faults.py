@@ -19,7 +19,7 @@ from tests.support.launched_plan import plan
 from tests.support.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = int(os.environ.get("EVENER_KILLS", "24"))  # random moments; 200 and more by hand
+KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
 SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))  # until all has gone: 5 on a machine that isn't busy
 
 

@@ -151,7 +151,7 @@ def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_no_probe_child_outlives_the_app(terminal: Open, ending: signal.Signals) -> None:
     one = terminal(SYNTHETIC + RUN.format(devices="cpu"))
     one.read_until(b"CPU:1")
