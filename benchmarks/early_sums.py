@@ -117,7 +117,8 @@ def run(workload: Any, steps: int) -> None:
 @contextmanager
 def summed(workload: Any, way: str) -> Iterator[None]:
     """What is traced meanwhile sums its gradients this way."""
-    from evener.keras_split import divisions, group
+    from evener.keras_split import group
+    from evener.shares import divisions
 
     divide: dict[str, Divide] = {"after": lambda tensors, _: [list(range(len(tensors)))], "fourths": fourths}
     with ExitStack() as stack:

@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from ..errors import RequestError
+from ..shares.divisions import Cut
 from ..training.dealing import Dealer
 from .compatibility import all_layers
-from .divisions import Cut
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, widen_if_empty
 
 SAME = 1e-3  # outputs of a row that differ by less, relative to the largest, are the same

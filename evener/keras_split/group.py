@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..plan.file import Share
+from ..shares.divisions import divide_sums
 from ..training.launched import find_host, launched_device
 from ..training.noise_scale import EVERY, NoiseScale, NoiseWindow, Sample
 from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
-from .divisions import divide_sums
 
 GROUP_KEY = 10_000  # of the collectives here; the strategy numbers its own from 1
 KINDS = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int64)  # that TensorFlow can sum so, on GPUs too

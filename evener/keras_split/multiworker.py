@@ -21,9 +21,9 @@ import tensorflow as tf
 from ..errors import DeviceError, RequestError
 from ..live.files import Details, clean
 from ..live.reporter import DeviceTimes
+from ..shares.divisions import Cut
 from ..training.retreat import PassLimit, Retreat, say
 from .compatibility import COUNTS, PartKinds, overrides, warn_summed_metrics
-from .divisions import Cut
 from .group import Group, GroupNoise, digest_labels, refuse_other
 from .keras_step import (
     OwnRows,

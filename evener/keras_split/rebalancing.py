@@ -20,8 +20,8 @@ from ..live.files import MOST_CHANGES, ShareChange
 from ..live.reporter import DeviceTimes, middle, spread, sum_up
 from ..plan.file import Share
 from ..plan.solver import proportional_curves, read_curves
+from ..shares.divisions import Cut
 from ..training.rebalance import Rebalancer, name_devices
-from .divisions import Cut
 
 
 class ChangingCut(Cut):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from ..errors import PlanError, RequestError
 from ..plan.check import check_fit, check_global_batch, describe
 from ..plan.file import Plan, Share, load_plan
+from ..shares.divisions import Cut
 from ..shares.whole_rows import is_ratio
 from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
@@ -20,7 +21,6 @@ from ..training.noise_scale import NoiseScale
 from . import tf_devices
 from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
-from .divisions import Cut
 from .fit_hooks import FitHooks
 from .group import Group, GroupNoise, check_options, group_from_environment, order_by_device
 from .multiworker import Workers

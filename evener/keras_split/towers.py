@@ -17,9 +17,9 @@ import keras
 import tensorflow as tf
 
 from ..errors import RequestError
+from ..shares.divisions import Cut
 from .compatibility import PartKinds
 from .data import DealtArrays, cut_pieces, pad_steps
-from .divisions import Cut
 from .keras_step import (
     Tensors,
     apply_gradients,

@@ -133,7 +133,10 @@ def test_a_circle_would_be_found() -> None:
 WITHOUT = """
 import glob, importlib, os, sys
 import pytest
-for name in ("torch", "transformers", "accelerate", "trl", "lightning", "ray", "prometheus_client", "textual_serve"):
+for name in (
+    *("tensorflow", "keras", "torch", "transformers", "accelerate", "trl", "lightning", "ray"),
+    *("prometheus_client", "textual_serve"),
+):
     sys.modules[name] = None  # as if it weren't installed
 for path in glob.glob("tests/*/**/test_*.py", recursive=True):
     if not os.path.basename(path).startswith("test_torch_"):  # tests/conftest.py leaves them out
@@ -145,5 +148,6 @@ for path in glob.glob("tests/*/**/test_*.py", recursive=True):
 
 
 def test_tests_are_found_without_the_optional_packages() -> None:
+    """Each worker of a run imports all test files: what one imports at its top costs as often as there are workers."""
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", WITHOUT], cwd=root, check=True)

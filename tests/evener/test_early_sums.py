@@ -7,7 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.keras_split.divisions import LATE_PART, WORTH_BYTES, divide_sums
+from evener.shares.divisions import LATE_PART, WORTH_BYTES, divide_sums
 
 tensors = st.lists(st.tuples(st.integers(0, 1 << 24), st.sampled_from(["float32", "float16"])), max_size=12)
 

@@ -24,12 +24,13 @@ import tensorflow as tf
 from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
-from evener.keras_split import Report, Split, SplitWarning, divisions, make_logical_cpus
+from evener.keras_split import Report, Split, SplitWarning, make_logical_cpus
 from evener.keras_split.compatibility import PartKinds
 from evener.keras_split.group import check_options
 from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, make_layout
+from evener.shares import divisions
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
 from tests.support.keras_twice import Scaled, count_traces, leave_graphs_alone, set_seed, train_twice, with_variables
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.keras_split.divisions import Cut
+from evener.shares.divisions import Cut
 
 shares = st.lists(st.integers(1, 5000), min_size=1, max_size=8)
 
