@@ -120,7 +120,7 @@ def _judged(case: Case, found: Trial, said: str) -> Row:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A law's pair of searches, and its control; what was lost is a fraction, 1 where a search raised."""
+    """A law's pair of searches, and its control: what the second lost, a fraction; 1 where a search raised."""
 
     law: str
     case: str
@@ -146,7 +146,8 @@ def _pair(law: str, case: Case) -> Pair | None:
 
 def law_table(found: Sequence[Pair]) -> str:
     """How often each law was broken, and its control; then where."""
-    lines = ["| law | pairs | broken | control | of 1,000 | control | p | holds |", f"| --- |{' ---: |' * 6} --- |"]
+    head = "| law | pairs | broken | its control | gained | its control | p | holds |"
+    lines = [head, f"| --- |{' ---: |' * 6} --- |"]
     lines += [_law_line(name, [pair for pair in found if pair.law == name]) for name in laws.LAWS]
     broken = [pair for pair in found if pair.loss > laws.NOISE]
     words = [f"- {one.law}: {one.case}: {one.error or f'{percent(one.loss, 1)} %'}" for one in broken]
@@ -154,10 +155,13 @@ def law_table(found: Sequence[Pair]) -> str:
 
 
 def _law_line(name: str, own: Sequence[Pair]) -> str:
-    counts = [sum(loss > laws.NOISE for loss in losses) for losses in ([p.loss for p in own], [p.control for p in own])]
-    often = [f"{1000 * count / max(1, len(own)):.1f}" for count in counts]
-    p = as_often_by_chance(counts[0], counts[1], len(own))
-    return f"| {name} | {len(own)} | {' | '.join(map(str, [*counts, *often]))} | {p:.2f} | {_yes(p >= UNLIKELY)} |"
+    """Of 1,000 pairs, how many lost more than noise may make of them, and how many gained as much."""
+    losses = [pair.loss for pair in own], [pair.control for pair in own]
+    broken, control = (sum(loss > laws.NOISE for loss in each) for each in losses)
+    gained = (sum(loss < -laws.NOISE for loss in each) for each in losses)
+    often = [f"{1000 * count / max(1, len(own)):.1f}" for count in (broken, control, *gained)]
+    p = as_often_by_chance(broken, control, len(own))
+    return f"| {name} | {len(own)} | {' | '.join(often)} | {p:.2f} | {_yes(p >= UNLIKELY)} |"
 
 
 def _yes(holds: bool) -> str:

@@ -1,7 +1,8 @@
 """Pairs of searches of which the second can't be worse, but by noise: the question is asked in another way.
 
-Each law gives what the second lost: a fraction of the best, beyond what the first lost; None where it has no pair. How
-often that is more than `NOISE` by chance alone, a `control` shows: the first search again, with other draws of noise.
+Each law gives what the second lost: a fraction of the best, beyond what the first lost (negative: gained); None where
+it has no pair. How often that is more than `NOISE` by chance alone, a `control` shows: the first search again, with
+other draws of noise.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def resumed(case: Case) -> float:
     found = search.best()
     rate = trials.true_rate(case.machine, found.layout, prober.last_began) if found else 0.0
     best = trials.best_at(case.machine, ask, prober.last_began)
-    return max(0.0, 1 - rate / best - first.regret) if best else 0.0
+    return max(0.0, 1 - rate / best) - first.regret if best else 0.0
 
 
 LAWS: dict[str, Callable[[Case], float | None]] = {
@@ -101,7 +102,7 @@ def _loss(case: Case, machine: Machine, ask: Ask) -> float:
 
 
 def _lost(case: Case, second: Trial) -> float:
-    return max(0.0, second.regret - first_run(case).regret)
+    return second.regret - first_run(case).regret
 
 
 def _larger(case: Case, second: Trial) -> float:
