@@ -54,8 +54,8 @@ class SoloStage:
             if due and (kept := self._worth_waiting(due) if turn else due):
                 return tuple(self._probe(i, batch, turn) for i, batch in kept.items())
         retried = {i: self._small_batch(i) for i in self._model.live if self._lacks_a_line(i)}
-        affordable = self._turn < MOST_ROUNDS and all(self._has_time(self._seconds(i, b)) for i, b in retried.items())
-        return self._round(retried) if affordable else ()
+        retried = {i: batch for i, batch in retried.items() if self._has_time(self._seconds(i, batch))}
+        return self._round(retried) if self._turn < MOST_ROUNDS else ()
 
     def _lacks_a_line(self, position: int) -> bool:
         """Whether it ran out of memory before two sizes showed how that grows, and a smaller one can."""
