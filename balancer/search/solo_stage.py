@@ -151,9 +151,11 @@ class SoloStage:
         return next((b for b in shares if self._is_new(position, b) and any(x < b < y for x, y in gaps)), 0)
 
     def _even_share(self, position: int) -> int:
-        """What an even split of a fixed batch gives it, if that may fit: every plan is compared with that split."""
-        even = (self._problem.global_batch or 0) // len(self._model.live) // self._quantum * self._quantum
-        return even if self._model.devices[position].memory.ran < even <= self._far(position) else 0
+        """What an even split of a fixed batch over devices that may be worth it gives it, if that may fit."""
+        hoped, ran = dict(self._hoped.shares) if self._hoped else {}, self._model.devices[position].memory.ran
+        taking = hoped if len(hoped) > 1 else self._model.live
+        even = (self._problem.global_batch or 0) // len(taking) // self._quantum * self._quantum
+        return even if position in taking and ran < even <= self._far(position) else 0
 
     def _round(self, batches: dict[int, int]) -> tuple[Probe, ...]:
         return tuple(self._probe(i, batch, self._turn) for i, batch in sorted(batches.items()))
