@@ -118,10 +118,9 @@ class SoloStage:
     def _cheap_round(self) -> tuple[Probe, ...]:
         """The even share of a fixed batch that may not fit, the middle of a gap that may hide a peak, or a look."""
         wanted = {i: self._even_share(i) or self._gap_at_best(i) or self._look(i) for i in self._model.live}
-        wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
-        costs = [self._seconds(i, batch) for i, batch in wanted.items()]
-        cheap = wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs))
-        return self._round(self._with_the_others(wanted)) if cheap else ()
+        costs = {i: self._seconds(i, batch) for i, batch in wanted.items() if self._is_new(i, batch)}
+        cheap = {i: wanted[i] for i, cost in costs.items() if self._has_time(cost) and self._budget.cheap(cost)}
+        return self._round(self._with_the_others(cheap)) if cheap else ()
 
     def _gap_at_best(self, position: int) -> int:
         """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
