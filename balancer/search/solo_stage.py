@@ -140,9 +140,9 @@ class SoloStage:
         points, curve = merge_points(self._model.solo_points(position)), self._model.alone[position]
         if not points or curve is None or not self._budget.race_is_over:
             return 0
-        ran, full = points[-1].batch, self._model.devices[position].memory.failed is not None
-        beyond = min(self._far(position), WIDE * ran)
-        if self._problem.global_batch is None and beyond >= (1 + LEVEL if full else FAR) * ran:
+        ran, failures = points[-1].batch, self._model.devices[position].memory.failures
+        beyond = min(self._far(position), WIDE * ran) if failures < 2 and self._problem.global_batch is None else 0
+        if beyond >= (1 + LEVEL if failures else FAR) * ran:
             return beyond
         plans = [one for one in (self._model.fastest_split, self._model.within(1.0)) if one]
         gaps = [(a.batch, b.batch) for a, b in pairwise(points) if b.batch > GAP * a.batch and not curve.simple]
