@@ -21,9 +21,12 @@ from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from evener.balancer.search import budget
+from evener.workloads import registry
 from tests.support.children import end_with_this_process
 from tests.support.fake_nvml import FakeNvml
 from tests.support.keras_start import make_configs
+from tests.support.light_start.synthetic_entry import add_to
+from tests.support.python_path import LIGHT_START
 from tests.support.quick_probes import QUICK
 from tests.support.rank_server import RankServer, place_ranks, run_on_gpus
 from tests.support.shared_servers import running_servers
@@ -53,7 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # threads of OpenMP, which PyTorch computes with, sleep while they wait for work: spinning would take the cores from
     # other workers' tests, and small operations ten times as long; read when PyTorch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    paths = [str(Path(__file__).parent / "support" / "light_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    add_to(registry)
+    sys.path.append(str(LIGHT_START))  # for the workload itself
+    paths = [str(LIGHT_START), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for path in (Path(__file__).parent / "recorded").glob("*.jsonl"):
         with suppress(OSError):

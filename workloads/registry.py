@@ -124,39 +124,22 @@ _TABLE = (
         placements=("single", "dataparallel"),
         placement_devices=64,
     ),
-    Entry(
-        "synthetic",
-        "none",
-        "evener.workloads.synthetic:build",
-        "spins the CPU for a given time and holds real memory; for tests and demos",
-        "made here",
-        {
-            "base_ms": 5.0,
-            "per_sample_ms": 0.05,
-            "noise": 0.0,
-            "network_ms": 0.0,
-            "memory_base_mib": 1.0,
-            "memory_per_sample_mib": 0.0,
-            "fail": "",
-            "at_share": 0,
-            "at_step": 0,
-            "exit_code": 3,
-            "parameters": 1000,
-        },
-    ),
 )
 _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """The names in the table, of one framework if it is given; those that need no framework are always included."""
-    return tuple(entry.name for entry in _TABLE if framework in ("", entry.framework) or entry.framework == "none")
+    """The names in the table, of one framework if it is given."""
+    return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
+
+
+def add(entry: Entry) -> None:
+    """Add a workload to the table."""
+    _ENTRIES[entry.name] = entry
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
     """The workload to use when none is named: a small one for CPUs."""
-    if framework not in BACKENDS:
-        return "synthetic"
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 

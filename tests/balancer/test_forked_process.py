@@ -56,7 +56,7 @@ def test_what_starts_cuda_is_not_imported_before_the_fork(
     assert "nvidia-uvm" not in held
 
 
-@pytest.mark.parametrize("name", ["no_such_module", "evener.workloads.synthetic:no_such_name"])
+@pytest.mark.parametrize("name", ["no_such_module", "synthetic_workload:no_such_name"])
 def test_what_can_t_be_imported_is_left_to_the_children(servers: list[ServerProcess], name: str) -> None:
     servers.append(server := ServerProcess({}, (name,)))
     assert is_ready(server)

@@ -193,14 +193,14 @@ def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works
 
 
 AT_REPORT = """
-import os, pathlib, evener.workloads.synthetic
+import os, pathlib, synthetic_workload
 def die(self):
     if not pathlib.Path({flag!r}).exists():
         pathlib.Path({flag!r}).touch()
         os.write(1, b'{{"type":"Ran","steps":')
         os.kill(os.getpid(), {number})
     return (1,)
-evener.workloads.synthetic.Synthetic.max_memory_bytes = die
+synthetic_workload.Synthetic.max_memory_bytes = die
 """
 
 
@@ -338,7 +338,7 @@ def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
 
 
-ASKS = "import evener.workloads.synthetic\nevener.workloads.synthetic.Synthetic.max_memory_bytes = lambda self: input()"
+ASKS = "import synthetic_workload\nsynthetic_workload.Synthetic.max_memory_bytes = lambda self: input()"
 
 
 def test_nothing_can_be_read_from_standard_input(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def fuzz_limit(data: bytes) -> None:
 def fuzz_settings(data: bytes) -> None:
     """`--set` pairs, one per line, for a workload that has settings."""
     pairs = data.decode(errors="surrogateescape").split("\n")
-    registry.resolve_settings(registry.find("synthetic", "none"), parse_settings(pairs))
+    registry.resolve_settings(registry.find("torch_gru"), parse_settings(pairs))
 
 
 def fuzz_numbers(data: bytes) -> None:

@@ -47,6 +47,6 @@ def test_a_script_that_can_t_be_read_is_left_to_its_child(tmp_path: Path, text: 
 def test_a_workload_of_the_table_is_imported_by_its_module() -> None:
     """Nothing for one that doesn't exist."""
     assert find_imports("keras_mnist", "tensorflow") == ("evener.workloads.keras_backend.models",)
-    assert find_imports("synthetic", "none") == ("evener.workloads.synthetic",)
+    assert find_imports("synthetic", "none") == ("synthetic_workload",)
     assert find_imports("package.module:build", "torch") == (TORCH,)
     assert find_imports("no_such", "torch") == ()

@@ -26,7 +26,6 @@ def test_every_entry_is_found_under_its_framework() -> None:
         ("tensorflow", True, "keras_mnist"),
         ("torch", False, "torch_maxer"),
         ("torch", True, "torch_mnist"),
-        ("none", False, "synthetic"),
     ],
 )
 def test_default_name(framework: str, on_cpu: bool, name: str) -> None:

@@ -6,8 +6,9 @@ none of what they add. Code that imports these packages itself finds them. PyTor
 imports only to say that it isn't to be compiled, is imported once something is compiled: a second of CPU. Shapes and
 decompositions of its operations in Python, a quarter of its own import, are imported with the first that asks for them.
 
-A step of the synthetic workload sleeps instead of spinning, and its process counts that as CPU time: tests that run
-real children for seconds leave the cores to others, and are disturbed less by them.
+The registry has the synthetic workload, which is beside this file. A step of it sleeps instead of spinning, and its
+process counts that as CPU time: tests that run real children for seconds leave the cores to others, and are disturbed
+less by them.
 
 A `sitecustomize` further on the path is run, too: one of a test's own.
 """
@@ -21,6 +22,8 @@ import time
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+from synthetic_entry import add_to
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # what annotations name: hundreds of processes would import it
@@ -46,27 +49,33 @@ class HiddenFromKeras:
             raise ModuleNotFoundError(f"{name} is hidden from Keras in tests", name=name)
 
 
-class RestingSteps:
-    """A finder that changes one module as it is imported."""
+class Synthetic:
+    """A finder that changes two modules as they are imported: the workload rests, and the registry knows it."""
 
     slept = 0.0  # seconds
     process_time = staticmethod(time.process_time)
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, _target: object = None) -> ModuleSpec | None:
-        """The synthetic workload's, whose steps rest."""
-        spec = PathFinder.find_spec(name, path) if name == "evener.workloads.synthetic" else None
-        if spec is None or spec.loader is None:
+        """The module with what is done to it behind it."""
+        change = {"synthetic_workload": cls.let_rest, "evener.workloads.registry": add_to}.get(name)
+        spec = PathFinder.find_spec(name, path) if change else None
+        if change is None or spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
 
-        def change(module: object) -> None:
-            load(module)  # type: ignore[arg-type]
-            vars(module)["keep_busy"] = cls.rest
-            time.process_time = lambda: cls.process_time() + cls.slept
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            change(module)
 
-        spec.loader.exec_module = change  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
+
+    @classmethod
+    def let_rest(cls, module: ModuleType) -> None:
+        """Its steps sleep, which counts as CPU time."""
+        vars(module)["keep_busy"] = cls.rest
+        time.process_time = lambda: cls.process_time() + cls.slept
 
     @classmethod
     def rest(cls, until: float) -> None:
@@ -191,7 +200,7 @@ class LateShapes:
             finish(import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
-sys.meta_path[:0] = [LateImports, LateShapes, HiddenFromKeras, RestingSteps]
+sys.meta_path[:0] = [LateImports, LateShapes, HiddenFromKeras, Synthetic]
 gc.set_threshold(50_000, 20, 100)
 
 

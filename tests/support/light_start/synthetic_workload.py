@@ -16,8 +16,7 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.shares.whole_rows import split_passes
-
-from .protocol import Place, Workload
+from evener.workloads.protocol import Place, Workload
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "grow", "nan")
@@ -27,7 +26,7 @@ CONNECT_SECONDS = 30.0
 class Synthetic(Workload):
     """Passes take max over own devices of `base_ms + per_sample_ms * rows`; a group's ranks wait for each other.
 
-    The settings are the registry's. If ranks are on several hosts, each step takes `network_ms` more.
+    The settings are those of `synthetic_entry`. If ranks are on several hosts, each step takes `network_ms` more.
     `fail` (one of FAILURES) happens in the first step for which own share >= `at_share` and step number >= `at_step`,
     counted from 0 since `prepare`; "memory" happens in `prepare`. "grow" makes that one step 100 times longer, and
     takes as much memory again.
