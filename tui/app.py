@@ -18,6 +18,7 @@ from textual.theme import Theme
 from textual.widget import AwaitMount
 from textual.widgets import Input
 
+from evener.balancer.journal import Record
 from evener.devices.sampler import Sampler
 
 from .base_app import BaseApp, Sampled, write_crash_log
@@ -50,10 +51,10 @@ class EvenerApp(BaseApp):
     ]
 
     def __init__(
-        self, publisher: Sampler, *, theme: str = "dark", opens: MakeScreen | None = None, **options: Any
+        self, publisher: Sampler, *, theme: str = "dark", replayed: tuple[Record, float] | None = None, **options: Any
     ) -> None:
         super().__init__(publisher, **options)
-        self._opens = opens  # the screen that is in front first, over the runs
+        self._replayed = replayed  # the run, and how many times as fast, that is in front first
         self.crash_log: Path | None = None
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._makes_screen = False
@@ -66,11 +67,11 @@ class EvenerApp(BaseApp):
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
-        """Open the Monitor, start sampling, and end in good order on SIGTERM and SIGHUP."""
+        """Open the Monitor, or a replay, start sampling, and end in good order on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on the stack
-        await self.switch_mode("runs" if self._opens else "monitor")
-        if self._opens:
-            self.push_screen(self._opens())
+        await self.switch_mode("balance" if self._replayed else "monitor")
+        if self._replayed:
+            self.replay(*self._replayed)
         loop = self._started_on = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             try:
@@ -124,7 +125,7 @@ class EvenerApp(BaseApp):
         """Quit; ask first while a search is running."""
         from .screens.dialogs import confirm
 
-        if not self.balance.active:
+        if not self.searches:
             self.exit()
             return
         question = "A search is running. Quit? Its measurements are kept, and the run can be resumed."

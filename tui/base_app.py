@@ -25,7 +25,7 @@ from textual.message_pump import MessagePump
 from textual.reactive import var
 
 from evener.balancer.events import Event, EventThread, ProbeProgress
-from evener.balancer.journal import ObservationEntry
+from evener.balancer.journal import ObservationEntry, Record
 from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.sampler import Sampler
@@ -189,6 +189,7 @@ class BaseApp(App[int]):
         self.ascii = ascii
         self._session_maker = session_maker
         self._session: SessionThread | None = None
+        self.replays = False  # it is a run of the past
         self._before: SessionState | None = None  # the state that was shown, until the session has begun
         self._session_devices: tuple[Device, ...] = ()
         self.set_class(ascii, "-ascii")
@@ -211,15 +212,42 @@ class BaseApp(App[int]):
         self, request: Request, devices: tuple[Device, ...], kept: Sequence[ObservationEntry] = (), **resumed: Any
     ) -> None:
         """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is as for a Session."""
-        if self.balance.active:
-            return
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
+        elif not self.searches:
+            state, self._before = first_state(devices, request.workload or "", kept=kept), self.balance
+            self._follow(lambda: self._session_maker(request, **resumed), state, devices)
+
+    def replay(self, record: Record, speed: float = 8.0) -> None:
+        """Show what a run reported, `speed` times as fast, unless a search is running."""
+        from evener.balancer.store.runs import RunReplay, recorded_events
+
+        if self.searches:
+            self.say("A search is running here: stop it to replay a run.", severity="warning")
             return
-        self._before, self._session_devices = self.balance, devices
-        self._session = SessionThread(lambda: self._session_maker(request, **resumed), self.post_message)
-        self.balance = first_state(devices, request.workload or "", kept=kept)
+        header, self._before = record.header, None
+        state = first_state(header.devices, header.workload, header.run)
+        self._follow(lambda: RunReplay(recorded_events(record), speed=speed), state)
+
+    def _follow(
+        self, make: Callable[[], EventThread], state: SessionState, devices: tuple[Device, ...] | None = None
+    ) -> None:
+        """Start a session in place of the last one; a replay trains on no `devices`."""
+        self.forget_session()
+        self._session, self._session_devices = SessionThread(make, self.post_message), devices or ()
+        self.balance, self.replays = state, devices is None
         self._session.start()
+
+    def forget_session(self) -> None:
+        """Show none, also if a run is being replayed."""
+        if self._session is not None:
+            self._session.stop()
+        self._session, self.balance, self.replays = None, SessionState(), False
+
+    @property
+    def searches(self) -> bool:
+        """True while a search is running."""
+        return self.balance.active and not self.replays
 
     def pause_session(self, paused: bool) -> None:
         """Pause the search, or resume it."""
@@ -256,7 +284,7 @@ class BaseApp(App[int]):
         in_form = self.balance == SessionState()
         if in_form:
             self.start_fault = fault
-        if self.current_mode == "balance" and (begun or in_form):
+        if self.replays or (self.current_mode == "balance" and (begun or in_form)):
             return
         if fault:
             self.say(fault, severity="error")

@@ -11,9 +11,11 @@ import pytest
 from textual.events import MouseScrollDown
 from textual.widgets import Input, Static
 
+from evener.balancer.session_state import SessionState
+from evener.balancer.store import runs
 from evener.plan.file import load_plan
 from evener.tui.screens.run_dialogs import SaveDialog, plan_dialog
-from evener.tui.screens.runs import ReplayScreen, RunPanel
+from evener.tui.screens.runs import RunPanel
 from evener.tui.view.cells import cells
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import OneOf, Ticks
@@ -95,16 +97,34 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
     async with app.run_test(size=(120, 40)) as pilot:
         await open_runs(pilot, 1)
         await pilot.press("r")
-        await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
-        replay = app.screen
+        await until(pilot, lambda: app.current_mode == "balance", "the replay")
         await pilot.press("1")
         assert app.current_mode == "monitor"
-        await until(pilot, lambda: replay.state.finished is not None, "the end of what goes on behind it")
-        await pilot.press("3")
-        assert app.screen is replay
+        await until(pilot, lambda: app.balance.finished is not None, "the end of what goes on behind it")
+        await pilot.press("2")
         await until(pilot, lambda: "faster than" in _words(app, "#search"), "the verdict that came meanwhile")
-        await pilot.press("escape")
+        await pilot.press("n")
+        assert app.balance == SessionState()
+        await pilot.press("3")
         assert app.screen.query(RunPanel)
+
+
+async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -> None:
+    """The next run takes the place of one that still plays; a search goes on."""
+    app = app_of()
+    await asyncio.to_thread(_make_runs, 2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await open_runs(pilot, 2)
+        first, second = (row.run for row in app.screen.query_one(RunPanel).rows)
+        app.replay(runs.read_run(first), 0.1)
+        assert not app.searches
+        app.replay(runs.read_run(second), 0.1)
+        assert app.balance.run == second
+        await pilot.press("2", "n")
+        assert app.balance == SessionState()
+        app.balance = SessionState(run="20260101-000000-abcd")
+        app.replay(runs.read_run(first))
+        assert app.balance.run == "20260101-000000-abcd"
 
 
 async def test_an_own_workload_needs_a_name(app_of: Any) -> None:

@@ -17,7 +17,7 @@ from evener.tui.screens.balance import BalanceScreen, Setup, form_words
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import help_lines
 from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
-from evener.tui.screens.runs import ReplayScreen, RunPanel, RunsScreen
+from evener.tui.screens.runs import RunPanel, RunsScreen
 from evener.tui.widgets.lists import ListPanel, OneOf, SortedPanel, Ticks
 from tests.support.pilots import open_form, text, until
 
@@ -153,7 +153,7 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
     }  # fmt: skip
     page = "\n".join(row.text for row in help_lines((), 100))
     widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup)
-    for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, ReplayScreen, *widgets):
+    for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, *widgets):
         for binding in kind.BINDINGS:
             assert isinstance(binding, Binding)
             for key in binding.key.split(","):

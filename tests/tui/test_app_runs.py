@@ -148,7 +148,7 @@ async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await open_runs(pilot, 1)
         await pilot.press("r")
-        await until(pilot, lambda: app.screen.query("#lanes") and app.screen.state.ended, "its end")
+        await until(pilot, lambda: app.screen.query("#lanes") and app.balance.ended, "its end")
         await until(pilot, lambda: "✗ failed" in text(app, "#lanes"), "how it ended")
         assert "Nothing could be measured." in text(app, "#search")
         await pilot.press("t")
@@ -183,7 +183,8 @@ async def test_a_read_only_app_starts_no_search_and_changes_no_run(app_of: Any) 
         app.start_session(Request(devices=PAIR), ())
         assert not app.balance.active
         await pilot.press("r")
-        await until(pilot, lambda: app.screen.query("BalanceView"), "the replay")
+        await until(pilot, lambda: app.balance.finished, "the replay")
+        assert not app.screen.check_action("export", ())
     assert len(runs.list_runs()) == 1
 
 

@@ -12,10 +12,9 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from evener.balancer.store.runs import RunReplay
 from evener.devices.types import LOST, value
 from evener.plan.file import load_plan
-from evener.tui.base_app import Sampled
+from evener.tui.base_app import BaseApp, Sampled
 from evener.tui.screens.dialogs import DetailsDialog
 from evener.tui.screens.monitor import DevicePanel, ProcessPanel
 from evener.tui.screens.run_dialogs import SaveDialog
@@ -283,7 +282,7 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = app_of()
-    monkeypatch.setattr("evener.tui.screens.runs.RunReplay", functools.partial(RunReplay, speed=1e6))
+    monkeypatch.setattr(BaseApp, "replay", functools.partialmethod(BaseApp.replay, speed=1e6))
     await asyncio.to_thread(_make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -300,9 +299,9 @@ async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_del
         assert load_plan(tmp_path / "plan.toml").workload
         await pilot.press("r")
         await until(pilot, lambda: app.screen.query("#search"), "the replay")
-        await until(pilot, lambda: app.screen.state.finished is not None, "the replayed verdict")
+        await until(pilot, lambda: app.balance.finished is not None, "the replayed verdict")
         await until(pilot, lambda: "samples/s" in text(app, "#search"), "its measurements")
-        await pilot.press("escape")
+        await pilot.press("3")
         await pilot.press("d", "y")
         await until(pilot, lambda: text(app, "#runs").count("finished") == 1, "one run less")
 

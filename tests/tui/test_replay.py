@@ -9,7 +9,7 @@ import pytest
 
 from evener.balancer import journal
 from evener.tui.cli.main import run
-from evener.tui.screens.runs import ReplayScreen, RunsScreen
+from evener.tui.screens.runs import RunsScreen
 from tests.support.pilots import until
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -32,14 +32,14 @@ def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixtu
 async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any, name: str) -> None:
     """One of schema 1, and one of rows of unequal length."""
     record = journal.read(RECORDED / f"{name}.jsonl", foreign=True)
-    app = app_of(opens=lambda: ReplayScreen(record, 1e6))
+    app = app_of(replayed=(record, 1e6))
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: isinstance(app.screen, ReplayScreen), "the replay")
-        screen = app.screen
-        await until(pilot, lambda: screen.state.ended, "its end")
-        assert screen.state.finished is not None
-        assert not screen.state.fault
-        await pilot.press("escape")
+        await until(pilot, lambda: app.balance.ended, "its end")
+        assert app.current_mode == "balance"
+        assert app.balance.finished is not None
+        assert not app.balance.fault
+        assert not any(app.screen.check_action(name, ()) for name in ("stop", "go_on", "report"))
+        await pilot.press("3")
         await until(pilot, lambda: isinstance(app.screen, RunsScreen), "the runs")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import typer
@@ -28,9 +28,6 @@ from ..text.parsing import parse_words
 from ..text.summaries import event_line, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
 from .output import check_new, check_plan_file, check_replaceable, draws_screens, terminal_columns
-
-if TYPE_CHECKING:
-    from ..screens.runs import ReplayScreen
 
 _KEYS: dict[str, Callable[[RunSummary], Any]] = {
     "workload": lambda one: one.workload,
@@ -247,13 +244,7 @@ def replay(
         return
     from ..start import run_app
 
-    raise typer.Exit(run_app("auto", theme=theme, opens=lambda: _screen(record, speed), ascii=ascii_only))
-
-
-def _screen(record: journal.Record, speed: float) -> ReplayScreen:
-    from ..screens.runs import ReplayScreen
-
-    return ReplayScreen(record, speed)
+    raise typer.Exit(run_app("auto", theme=theme, replayed=(record, speed), ascii=ascii_only))
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:

@@ -1,1 +1,1 @@
-"""The four screens, the form, the replay and the dialogs."""
+"""The four screens, the form and the dialogs."""

@@ -307,15 +307,17 @@ class BalanceScreen(RunActions, PanelScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer only the keys that have an effect now."""
-        state = self.evener.balance
+        state, replays = self.evener.balance, self.evener.replays
+        if replays and action in ("stop", "go_on", "report"):
+            return False
         if action in ("pause", "stop"):
             return state.active and state.finished is None and (action == "stop" or parameters[0] is not state.paused)
         if action in ("export", "report"):
-            return state.finished is not None
+            return state.finished is not None and not self.evener.readonly
         if action == "traceback":
             return bool(state.run or state.seen) and errors_file(state.run) is not None
         if action in ("new", "go_on"):
-            return state.ended and bool(action == "new" or state.run)
+            return replays or (state.ended and bool(action == "new" or state.run))
         return True
 
     def action_pause(self, paused: bool) -> None:
@@ -335,5 +337,5 @@ class BalanceScreen(RunActions, PanelScreen):
 
     def action_new(self) -> None:
         """Return to the form."""
-        self.evener.balance = SessionState()
+        self.evener.forget_session()
         self.query_one("#pick-devices", Ticks).focus()

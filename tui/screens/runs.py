@@ -1,4 +1,4 @@
-"""The Runs screen: past runs, their plans side by side, and the replay of one of them."""
+"""The Runs screen: past runs, and their plans side by side."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-import msgspec
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
-from evener.balancer.journal import Record
-from evener.balancer.session_state import SessionState, advance, first_state
+from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
-from evener.balancer.store.runs import RunReplay, RunSummary, StoredRun, read_run, recorded_events
+from evener.balancer.store.runs import RunSummary, StoredRun, read_run
 from evener.errors import EvenerError
 
-from ..base_app import SessionEnded, SessionReported, SessionThread
 from ..text.summaries import training_report
 from ..view.cells import Line, text_lines
 from ..view.runs import RUN_COLUMNS, has_failed, plan_lines, run_words
 from ..view.table import Grid, Order
-from ..widgets.balance import BalanceView
 from ..widgets.lines import Lines
 from ..widgets.lists import SortedPanel
-from .base import PanelScreen, SortedScreen
+from .base import SortedScreen
 from .dialogs import confirm
 from .run_dialogs import RunActions, errors_file, plan_dialog
 
@@ -167,7 +163,7 @@ class RunsScreen(RunActions, SortedScreen):
             return False
         state, planned = chosen.state, chosen.probes > 0 and not has_failed(chosen)
         return {
-            "go_on": state in ("finished", "stopped", "failed") and not self.evener.balance.active,
+            "go_on": state in ("finished", "stopped", "failed") and not self.evener.searches,
             "export": planned,
             "report": planned,
             "delete": state != "running",
@@ -180,10 +176,11 @@ class RunsScreen(RunActions, SortedScreen):
             self.app.push_screen(plan_dialog(runs.load_run(self.chosen_run).require_plan()))
 
     def action_replay(self) -> None:
-        """Replay the run under the cursor."""
+        """Replay the run under the cursor on the Balance screen."""
         if name := self.chosen_run:
             with self.evener.saying_faults():
-                self.app.push_screen(ReplayScreen(read_run(name)))
+                self.evener.replay(read_run(name))
+                self.app.switch_mode("balance")
 
     def action_delete(self) -> None:
         """Delete the marked runs, or the one under the cursor, after asking."""
@@ -197,75 +194,3 @@ class RunsScreen(RunActions, SortedScreen):
             with self.evener.saying_faults():
                 runs.delete_run(name)
         await self.action_reload()
-
-
-class ReplayScreen(RunActions, PanelScreen):
-    """Plays a run's events on a thread of its own, faster than they were; closing the screen ends it."""
-
-    NAME = "runs"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("p,space", "pause(True)", "Pause"),
-        Binding("p,space", "pause(False)", "Resume"),
-        Binding("t", "traceback", "Traceback"),
-        Binding("escape,b", "dismiss", "Back", key_display="esc"),
-    ]
-
-    def __init__(self, record: Record, speed: float = 8.0) -> None:
-        super().__init__()
-        header = record.header
-        self.state = first_state(header.devices, header.workload, header.run)
-        self._thread = SessionThread(lambda: RunReplay(recorded_events(record), speed=speed), self.post_message)
-
-    @property
-    def chosen_run(self) -> str:
-        """The run that is replayed."""
-        return self.state.run
-
-    def panels(self) -> Iterable[Widget]:
-        """The panels of the Balance screen."""
-        yield BalanceView()
-
-    def on_mount(self) -> None:
-        """Start the replay."""
-        self._thread.start()
-
-    async def on_unmount(self) -> None:
-        """End the thread with the screen."""
-        await asyncio.to_thread(self._thread.close)
-
-    def redraw(self) -> None:
-        """Draw the current state."""
-        self.settle_frames()
-        for view in self.query(BalanceView):  # an event may come before it is there, or once it has gone
-            view.take(self.state)
-
-    def on_session_reported(self, message: SessionReported) -> None:
-        """Apply the next event."""
-        message.stop()
-        self.state = advance(self.state, message.event)
-        self._follow()
-
-    def on_session_ended(self, message: SessionEnded) -> None:
-        """The journal has ended, or its session failed."""
-        message.stop()
-        self.state = msgspec.structs.replace(self.state, ended=True, running=(), fault=message.fault)
-        self.refresh_bindings()
-        self._follow()
-
-    def _follow(self) -> None:
-        """Draw the state unless another screen is in front; coming back redraws this one."""
-        if self.is_current:
-            self.redraw()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer to pause or to resume, until the end, and the tracebacks if there are any."""
-        if action == "traceback":
-            return errors_file(self.chosen_run) is not None
-        return action != "pause" or (not self.state.ended and parameters[0] is not self.state.paused)
-
-    def action_pause(self, paused: bool) -> None:
-        """Pause the replay, or resume it."""
-        self.state = msgspec.structs.replace(self.state, paused=paused)
-        self._thread.pause(paused)
-        self.refresh_bindings()
-        self.redraw()

@@ -1,4 +1,4 @@
-"""The panels that show a session: live on the Balance screen, and again in a replay."""
+"""The panels that show a session, live or in a replay."""
 
 from __future__ import annotations
 
