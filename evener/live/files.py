@@ -180,15 +180,12 @@ def _read_folder(folder: Path) -> Iterator[Training]:
     try:
         if not _is_ours(os.fstat(descriptor)):
             return
-        for name in os.listdir(descriptor)[:MOST_FILES]:
-            named = _NAME.fullmatch(name)
-            if named is None:
-                continue
+        for named in filter(None, map(_NAME.fullmatch, os.listdir(descriptor)[:MOST_FILES])):
             pid, ticks = int(named[1]), int(named[2])
             if start_ticks(pid) != ticks:
                 with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=descriptor)
-            elif named[4] == "json" and (record := _read_record(name, descriptor)) is not None:
+                    os.unlink(named[0], dir_fd=descriptor)
+            elif named[4] == "json" and (record := _read_record(named[0], descriptor)) is not None:
                 yield Training(**msgspec.structs.asdict(record), pid=pid)
     finally:
         os.close(descriptor)

@@ -228,10 +228,8 @@ def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, 
 
     publisher, _ = open_sampler(devices)
     publisher.close()
-    given = [
-        word for name, value in look.items() if value for word in ([name] if value is True else [name, str(value)])
-    ]
-    options = [*given, *(["--readonly"] if readonly else [])]
+    given = {**look, "--readonly": readonly}.items()
+    options = [word for name, value in given if value for word in ([name] if value is True else [name, str(value)])]
     return serve_browser([sys.executable, "-P", "-m", "evener", "monitor", "--devices", devices, *options], port)
 
 

@@ -145,7 +145,6 @@ def stopped_by_signals(
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
     """Show the session's progress; returns its result."""
-    finished: Finished | None = None
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
@@ -155,10 +154,8 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
                 _say(line, live)
             if live is not None:
                 live.refresh()
-            if isinstance(event, Finished):
-                finished = event
-    assert finished is not None, "a session without a plan raises"
-    return finished
+    assert progress.state.finished is not None, "a session without a plan raises"
+    return progress.state.finished
 
 
 @contextlib.contextmanager
