@@ -21,7 +21,7 @@ from .torch_rows.loader import StepLoader, StepSampler
 from .torch_rows.sampler import UnevenBatchSampler
 from .torch_split.batch import OfPart, Part, make_parts, weigh_by_count
 from .torch_split.checks import check_memory
-from .torch_split.collectives import end_on_gpu, own_collectives
+from .torch_split.collectives import own_collectives
 from .torch_split.exchange import Exchange
 from .torch_split.planned import PlannedTraining
 from .torch_split.wrapped import check_normalization
@@ -142,12 +142,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
             handlers[:] = [(lambda *_: noted.append(None)) if each == own else each for each in handlers]
             sent = torch.tensor([bool(noted or trainer.received_sigterm)])
-            try:
-                with own_collectives():
-                    dist.broadcast(sent, 0, group=group)
-            except RuntimeError as error:
-                end_on_gpu(error, self.root_device)  # where Lightning would first wait for sums that never end
-                raise
+            with own_collectives():
+                dist.broadcast(sent, 0, group=group)
             noted.extend([None] * bool(noted))
             connector.received_sigterm |= bool(sent) or len(noted) > 2
             if sent:

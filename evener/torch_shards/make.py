@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import RequestError
 from ..shares.whole_rows import check_ratios
-from ..torch_split.collectives import end_with_others, is_equal_everywhere, own_collectives
+from ..torch_split.collectives import is_equal_everywhere, own_collectives
 from ..torch_split.exchange import EXCHANGES
 from ..torch_split.planned import PlannedTraining
 from ..torch_split.ranks import return_memory
@@ -81,8 +81,6 @@ def shard(
         f"ranks {_MEET}, so no pass is computed again: take smaller ones, or give this rank a smaller part by state=."
     )
     training.timer.has_own_work = False
-    if place.on_nccl:
-        end_with_others(training.device)
     return model
 
 

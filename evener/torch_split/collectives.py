@@ -6,15 +6,13 @@ evener itself are counted.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
-from threading import Event, Thread, current_thread, main_thread
+from functools import cache
+from threading import Thread, current_thread, main_thread
 from typing import Any, cast
 from zlib import crc32
 
@@ -168,35 +166,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         return own, None, None, None, None
 
 
-ENDED, LOST = "evener/ended", "evener/lost"  # keys in the group's store: a rank's own error; it has lost the others
-WAIT_SECONDS = 3.0  # for what the other ranks have to say
 STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
-_RANK_0_ENDED = "rank 0 ended, and this rank can't go on without it: it was killed, or its output says why."
-_LOST_SIGNS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")  # of lost ranks
-
-
-def explain_at_exit(advise: Callable[[BaseException], str]) -> None:
-    """Let an error that ends the program be followed by what the person can do, or by the rank that it came from.
-
-    The last training of a process has the say.
-    """
-    hook = sys.excepthook
-    shown = hook.args[0] if isinstance(hook, partial) and hook.func is _explain else hook
-    sys.excepthook = partial(_explain, shown, advise)
-
-
-def _explain(
-    shown: Callable[..., None],
-    advise: Callable[[BaseException], str],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: Any,
-) -> None:
-    shown(kind, error, trace)
-    if words := advise(error):
-        say(f"evener: {words}")
-    if isinstance(error, Exception) and dist.is_initialized() and dist.get_world_size() > 1:
-        _explain_ranks(error)
 
 
 @cache
@@ -233,103 +203,3 @@ def end_when_stuck() -> None:
                 os._exit(130)
 
     Thread(target=listen, name="evener-ctrl-c", daemon=True).start()
-
-
-def end_on_gpu(error: Exception, device: torch.device) -> None:
-    """End this process by an error, unless it is on a CPU: what is on its GPU's stream may never end."""
-    if device.type == "cuda":
-        sys.excepthook(type(error), error, error.__traceback__)
-        os._exit(1)
-
-
-@cache
-def end_with_others(device: torch.device) -> None:
-    """Let this process end soon after another rank's error where NCCL would have it wait for that rank for minutes."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, world, over = dist.get_rank(), dist.get_world_size(), Event()
-
-    def is_stuck() -> bool:
-        done = torch.cuda.Event()
-        done.record(torch.cuda.default_stream(device))
-        return not over.wait(WAIT_SECONDS) and dist.is_initialized() and not done.query()
-
-    def watch() -> None:
-        if words := await_end(store, rank, world, is_stuck, over):
-            say(f"evener: {words}")
-            os._exit(1)
-
-    thread = Thread(target=watch, name="evener-others", daemon=True)
-    thread.start()
-
-    @atexit.register
-    def finish() -> None:  # a thread that is in torch as Python ends would abort the process
-        over.set()
-        thread.join(WAIT_SECONDS)
-
-
-def await_end(store: Any, rank: int, world: int, is_stuck: Callable[[], bool], over: Event, seconds: float = 1) -> str:
-    """Wait until another rank has noted its error, or the store is gone, and this rank is stuck; returns a sentence.
-
-    `seconds` are those between two looks. Empty once the program is `over`.
-    """
-    others = [f"{ENDED}/{each}" for each in range(world) if each != rank]
-    while not over.wait(seconds):
-        try:
-            if any(store.check([each]) for each in others) and is_stuck():
-                return _find_ended(store, rank, world)
-        except RuntimeError:  # the store went with rank 0
-            if is_stuck():
-                return _RANK_0_ENDED
-    return ""
-
-
-def _explain_ranks(error: Exception) -> None:
-    """Note this rank's own error for the others, or say whose error is behind it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lost = any(map(_is_lost, _chain(error)))
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if lost:
-            say(f"evener: {_find_ended(store, rank, world)}")
-        else:
-            line = str(error).strip().partition("\n")[0]
-            store.set(f"{ENDED}/{rank}", f"{type(error).__name__}: {line}".rstrip(": ."))
-    except (RuntimeError, ValueError):  # of a store that has gone with the process that it was in
-        if lost and rank:
-            say(f"evener: {_RANK_0_ENDED}")
-
-
-def _find_ended(store: Any, rank: int, world: int) -> str:
-    store.set(f"{LOST}/{rank}", "")
-    silent, words, deadline = set(range(world)) - {rank}, dict[int, str](), time.monotonic() + WAIT_SECONDS
-    while silent and time.monotonic() < deadline:  # the store may be in this process: not before all have answered
-        for each in sorted(silent):
-            if store.check([f"{ENDED}/{each}"]):
-                words[each] = store.get(f"{ENDED}/{each}").decode()
-            if each in words or store.check([f"{LOST}/{each}"]):
-                silent.discard(each)
-        time.sleep(0.05)
-    if words:
-        first = min(words)
-        return f"rank {first} ended, and this rank can't go on without it: {words[first]}."
-    if silent:
-        names = " and ".join(map(str, sorted(silent)))
-        return (
-            f"rank {names} doesn't answer, and this rank can't go on without it: it was killed, ended early, or its"
-            " machine is gone."
-        )
-    return "all ranks answer, but have lost their connections: the network between them failed."
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _is_lost(error: BaseException) -> bool:
-    """True if the error is that of a rank which other ranks have left."""
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import sys
 import time
@@ -27,10 +26,11 @@ from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import OfPart, Part, make_parts, weigh_by_count
 from .checks import check_part_loss, check_rows
-from .collectives import add_up, end_when_stuck, explain_at_exit
+from .collectives import add_up, end_when_stuck
 from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
+from .others import explain_at_exit, watch_others
 from .own_work import KEPT_STEPS, StepReporter, make_timer
-from .ranks import RankShares, join, leave_group, settle
+from .ranks import RankShares, join, settle
 from .retry import Passes
 from .weights import BatchWeights, Weigh
 from .wrapped import check_exchange, check_model, check_normalization, has_own_work, is_sharded, take_on
@@ -60,8 +60,8 @@ class PlannedTraining:
         self.rank, self.world, self.device = found.rank, found.world, found.device
         self.plan, self.strict = found.plan, strict
         settle(self.device, found.share, found.plan.layout.processes if found.plan else 1)
-        if self.world > 1 and join(self.device, backend):
-            atexit.register(leave_group)
+        if self.world > 1:
+            join(self.device, backend)
         self.noise: NoiseSampler | None = None if not noise else PassNoise() if self.world == 1 else RankNoise()
         self.timer = make_timer(self.device, alone=self.world == 1)
         if self.noise is not None:
@@ -75,6 +75,7 @@ class PlannedTraining:
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit(self.passes.advise)
         if self.world > 1:
+            watch_others(self.device, lambda: self.timer.now()[0])
             end_when_stuck()
 
     @property

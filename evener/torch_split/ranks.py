@@ -189,30 +189,15 @@ def _open_store() -> Any:
     return store
 
 
-def join(device: Any, backend: str | None) -> bool:
-    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs; True if it wasn't there before."""
+def join(device: Any, backend: str | None) -> None:
+    """Make the process group that torchrun described, NCCL for GPUs, gloo for CPUs, if it isn't there."""
     if dist.is_initialized():
-        return False
+        return
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     if device.type == "cuda":
         dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=None if backend else device)
     else:
         dist.init_process_group(backend or "gloo")
-    return True
-
-
-_left: list[Any] = []  # process groups, until the interpreter ends
-
-
-def leave_group() -> None:
-    """Leave the process group, if there still is one.
-
-    Its last reference isn't a model's: DistributedDataParallel that is dropped right after would wait for gloo's
-    thread, which may wait for the interpreter's lock to drop its last tensors.
-    """
-    if dist.is_initialized():
-        _left.append(dist.group.WORLD)
-        dist.destroy_process_group()
 
 
 class RankShares(msgspec.Struct, frozen=True):

@@ -27,8 +27,9 @@ from ..torch_rows.sampler import Order, RowOrder, UnevenBatchSampler
 from ..training.noise_scale import NoiseScale
 from .batch import OfPart, Steps
 from .collectives import gather_rows
+from .others import leave_group
 from .planned import PlannedTraining, raise_no_shares
-from .ranks import find_shares, leave_group
+from .ranks import find_shares
 
 __all__ = ["Loader", "Split", "UnevenBatchSampler"]
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 
 from evener.torch_shards.checkpoint import INDEX
 from evener.torch_shards.unit import choose_units
-from evener.torch_split.collectives import await_end
 from tests.support import torch_shard_programs as programs
 from tests.support import torch_shard_refusals as refusals
 from tests.support.torch_shard_ranks import HALF, LATE
@@ -212,23 +210,6 @@ def test_out_of_memory_in_a_unit_is_said_on_all_ranks(trainer_ranks: Callable[..
     assert "ranks meet in each unit of a sharded model" in own
     assert "rank 1 ended" in other
     assert "out of memory" in other
-
-
-def test_a_rank_that_is_stuck_as_another_one_ended_says_so() -> None:
-    """Over NCCL it would wait for minutes; one that isn't stuck goes on, whatever others noted."""
-    store, looks = torch.distributed.HashStore(), list[int]()
-    store.set("evener/ended/1", "OutOfMemoryError: CUDA out of memory")
-
-    def is_stuck() -> bool:
-        looks.append(1)
-        return len(looks) == 2
-
-    over = Event()
-    said = await_end(store, 0, 2, is_stuck, over, seconds=0.01)
-    assert said == "rank 1 ended, and this rank can't go on without it: OutOfMemoryError: CUDA out of memory."
-    assert len(looks) == 2
-    over.set()
-    assert await_end(store, 0, 2, is_stuck, over, seconds=0.01) == ""
 
 
 @pytest.mark.parametrize("refusal", refusals.REFUSED)

@@ -24,7 +24,8 @@ from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
 from evener.torch_split import Split, buckets
 from evener.torch_split.exchange import Exchange, own_hooks
-from evener.torch_split.ranks import Stand, choose_device, leave_group
+from evener.torch_split.others import leave_group
+from evener.torch_split.ranks import Stand, choose_device
 from evener.torch_split.wrapped import model_digest, wrap_module
 from tests.support.launched_plan import make_plan
 
@@ -257,7 +258,8 @@ def limited(batches: tuple[int, ...]) -> Plan:
 
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
-    monkeypatch.setattr("evener.torch_split.planned.join", Mock(return_value=False))
+    for name in ("join", "watch_others"):
+        monkeypatch.setattr(f"evener.torch_split.planned.{name}", Mock())
     monkeypatch.setattr("evener.torch_split.ranks.gather_infos", lambda own, stand: [own] * stand.world)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):

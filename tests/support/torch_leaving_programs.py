@@ -1,0 +1,135 @@
+"""Ranks of which one ends while the other trains; run as a script, it is such a rank: HOW WAY."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from evener.torch_split import Split, others
+
+WIDTH, BATCHES, ENDS_IN = 256, 12, 6
+
+
+class Raise(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(_: Any, __: torch.Tensor) -> torch.Tensor:
+        raise OSError("No space left on device")
+
+
+class Net(nn.Module):
+    """Some layers, with or without an error behind their backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.fails = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(rows)
+        made: torch.Tensor = self.last(Raise.apply(hidden) if self.fails else hidden)
+        return made
+
+
+def end(how: str, net: Net) -> None:
+    """End this rank."""
+    if how == "raises":
+        raise OSError("No space left on device")
+    if how == "exits":
+        sys.exit(3)
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    net.fails = how == "raises in backward"
+
+
+def train(how: str) -> None:
+    """A loop that the second rank leaves."""
+    split = Split(ratios=[1, 1], global_batch=16)
+    model = split.wrap(Net())
+    for number, (rows,) in enumerate(split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))), 1):
+        if split.rank and number == ENDS_IN:
+            end(how, model.module)
+            if how == "breaks":
+                break
+        model(rows.to(split.device)).square().mean().backward()
+
+
+def train_in_lightning(how: str) -> None:
+    """As `train`, in Lightning."""
+    import lightning as L  # noqa: N812 - the name that its documentation uses
+
+    split = Split(ratios=[1, 1], global_batch=16)
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if split.rank and number == ENDS_IN - 1:
+                end(how, self.net)
+            loss: torch.Tensor = self.net(batch[0]).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(strategy=split.strategy(), use_distributed_sampler=False, max_epochs=1, devices=2, **quiet)
+    trainer.fit(Module(), split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))))
+
+
+def wait_for(folder: Path, rank: int, how: str) -> None:
+    """What the first rank ends with as it waits for one that has left, or goes on without it; gloo plays NCCL."""
+    torch.set_num_threads(1)
+    split, said = Split(ratios=[1, 1], global_batch=4), list[str]()
+    known = others.Others.newest
+    assert known is not None
+    dist.all_reduce(torch.ones(1))
+    if rank:
+        known.note("OSError: No space left on device" if how == "raises" else "")
+        torch.save(said, folder / "1.pt")
+        dist.distributed_c10d._get_default_store().wait(["over"])
+        return
+
+    def leave(code: int) -> None:
+        torch.save([*said, code], folder / "0.pt")
+        dist.distributed_c10d._get_default_store().set("over", "")
+        exit_now(0)
+
+    exit_now = os._exit
+    vars(os)["_exit"] = leave
+    vars(others)["say"] = said.append
+    others.WAIT_SECONDS, others.LOOK_SECONDS = 0.3, 0.05
+    known._thread.start()
+    if how == "works alone":
+        time.sleep(1)
+        leave(0)
+    known._compute = lambda: MagicMock(is_alive=lambda: how == "raises")  # type: ignore[method-assign]
+    if how == "breaks":
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+    split.close()
+
+
+if __name__ == "__main__":
+    _, how, way = sys.argv
+    try:
+        (train_in_lightning if way == "lightning" else train)(how)
+    finally:
+        if way == "destroys":
+            dist.destroy_process_group()
