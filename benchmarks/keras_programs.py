@@ -99,7 +99,7 @@ def run_engines(
     """The programs in these engines, in one process each; one by one where something failed."""
     try:
         found: dict[str, Any] = ask(
-            server, folder, processes, "run_all", engines, names, tail, seconds=120 + 60 * len(names)
+            server, folder, processes, "run_all", dict.fromkeys(engines, names), tail, seconds=120 + 60 * len(names)
         )
         return found
     except AssertionError as error:

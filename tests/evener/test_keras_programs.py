@@ -17,42 +17,45 @@ skip_without("tensorflow")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 EXACT = "exact"
+NO_MEAN, ACROSS = "it isn't a mean over rows", "depends on the other rows"
+BALANCE, SHAPE = "neither a mean nor a sum", "has the shape (8, 8) for 8 rows, but (3, 3)"
+REFUSED = {
+    "add_loss: balance": BALANCE,
+    "looks across rows": ACROSS,
+    "outputs: similarities": SHAPE,
+    "nothing has a gradient": "No gradients",
+}
+REFUSED_IN_GROUPS = {"own class weights, one class a batch": NO_MEAN, "state: codebook": "assigns sequential"}
 SAMPLES = {
-    ("towers", "passes"): {
-        "sum": (EXACT, EXACT),
-        "rmse": (EXACT, "it isn't a mean over rows"),
-        "add_loss: balance": ("neither a mean nor a sum",) * 2,
-        "state: steps": (EXACT, EXACT),
-        "pooler, AdamW": (EXACT, EXACT),
-        "looks across rows": ("depends on the other rows",) * 2,
-        "outputs: similarities": ("has the shape (8, 8) for 8 rows, but (3, 3)",) * 2,
-        "nothing has a gradient": ("No gradients",) * 2,
+    "towers": {"rmse": EXACT, "pooler, AdamW": EXACT, **REFUSED},
+    "passes": {"sum": EXACT, "rmse": NO_MEAN, "state: steps": EXACT, **REFUSED},
+    "multiworker": {
+        "ignore_class": EXACT,
+        "pooler, Ftrl": EXACT,
+        "regularized, state: rows": EXACT,
+        **REFUSED_IN_GROUPS,
     },
-    ("multiworker", "multiworker in passes"): {
-        "ignore_class": (EXACT, "a mean over labels that aren't ignored"),
-        "own class weights, one class a batch": ("it isn't a mean over rows",) * 2,
-        "pooler, Ftrl": (EXACT, EXACT),
-        "regularized, state: rows": (EXACT, EXACT),
-        "state: codebook": ("assigns sequential",) * 2,
+    "multiworker in passes": {
+        "ignore_class": "a mean over labels that aren't ignored",
+        "pooler, Ftrl": EXACT,
+        "regularized, state: rows": EXACT,
+        **REFUSED_IN_GROUPS,
     },
 }
-CASES = [
-    (engine, name, kinds[i])
-    for names, sample in SAMPLES.items()
-    for name, kinds in sample.items()
-    for i, engine in enumerate(names)
-]
+CASES = [(engine, name, expected) for engine, sample in SAMPLES.items() for name, expected in sample.items()]
 
 
 @pytest.fixture(scope="module")
 def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
-    """What became of the programs of each pair of engines."""
+    """What became of the programs of the engines of one process, and of a group."""
 
     def ask(name: str) -> list[Any]:
-        engines = next(engines for engines in SAMPLES if name in engines)
-        roles = ("worker",) * 2 if "multiworker" in name else ()
-        given = list(engines), list(SAMPLES[engines]), "one row", False
-        return keras_ranks("tests.support.keras_programs.run_all", *given, roles=roles)
+        in_group = name == "group"
+        chosen = {engine: list(sample) for engine, sample in SAMPLES.items() if ("multiworker" in engine) == in_group}
+        if in_group:
+            given = chosen, "one row", ["multiworker"]
+            return keras_ranks("tests.support.keras_programs.run_all", *given, roles=("worker",) * 2)
+        return keras_ranks("tests.support.keras_programs.run_towers", chosen, "one row")
 
     return Answers(ask)
 
@@ -63,8 +66,8 @@ def test_a_users_program_is_exact_or_refused(answers: Answers, engine: str, prog
 
     Every process refuses by itself; one that was slower may say that another has ended.
     """
-    first = next(engines[0] for engines in SAMPLES if engine in engines)
-    every = [process[engine][program] for process in answers(first)]
+    processes = answers("group" if "multiworker" in engine else "one process")
+    every = [process[engine][program] for process in processes]
     if expected == EXACT:
         for found in every:
             assert found["verdict"] == "trained", found["said"]
@@ -76,10 +79,9 @@ def test_a_users_program_is_exact_or_refused(answers: Answers, engine: str, prog
 
 
 @pytest.fixture(scope="module")
-def beside(keras_ranks: Callable[..., list[Any]]) -> dict[str, Any]:
+def beside(answers: Answers) -> dict[str, Any]:
     """What the check does beside its verdict."""
-    (found,) = keras_ranks("tests.support.keras_programs.check_beside")
-    return dict(found)
+    return dict(answers("one process")[0]["beside"])
 
 
 def test_the_check_leaves_no_trace(beside: dict[str, Any]) -> None:

@@ -29,9 +29,9 @@ from tests.support.keras_twice import (
     Scaled,
     difference,
     digest,
-    leave_graphs_alone,
     seeded,
     set_seed,
+    trace_faster,
     train_twice,
     with_variables,
 )
@@ -42,6 +42,7 @@ X = RANDOM.normal(size=(ROWS, 4))
 Y = RANDOM.normal(size=(ROWS, 1))
 LABELS = RANDOM.integers(0, 3, ROWS)
 WEIGHTS = RANDOM.uniform(0.5, 2.0, ROWS)
+LONG = np.repeat(Y[:, None], 9000, 1)
 
 Model = Any
 Figures = dict[str, Any]
@@ -76,41 +77,33 @@ class OwnMetrics(keras.Sequential):
         return super().compute_metrics(x, y, y_pred, sample_weight) | {"input": ops.max(x)}
 
 
-def regression(optimizer: str = "sgd") -> Model:
-    """One layer, four numbers to one, and a metric that Keras sums over rows."""
+def regression() -> Model:
+    """One layer, four numbers to one, a metric that Keras sums over rows, and an optimizer that has states."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-    model.compile(optimizer, "mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse", metrics=["mae"])
     return with_variables(model, X, Y)
 
 
-def classes(metrics: Any = ("accuracy",)) -> Model:
-    """Three classes."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, activation="softmax")])
-    own = [keras.metrics.MeanIoU(3, name="iou", sparse_y_pred=False), *metrics]
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=own, weighted_metrics=["accuracy"])
-    return with_variables(model, X, LABELS)
-
-
 def two_heads() -> Model:
-    """A loss and metrics for each output."""
-    entry = keras.Input((4,))
-    model = keras.Model(entry, {"a": layers.Dense(1, name="a")(entry), "b": layers.Dense(3, name="b")(entry)})
-    model.compile("sgd", {"a": "mse", "b": "mae"}, metrics={"a": ["mae"], "b": [deviation]})
-    return model
-
-
-def flat() -> Model:
-    """Outputs without a second axis: Keras' own metrics are then functions of a batch."""
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.Reshape(())])
-    model.compile("sgd", "mse", metrics=["mae"])
-    return model
+    """A loss and metrics for each output: of the whole batch, and a confusion matrix of three classes."""
+    body = Kinds()(entry := keras.Input((4,)))
+    kind = layers.Dense(3, activation="softmax", name="kind")(body)
+    model = keras.Model(entry, {"size": layers.Dense(1, name="size")(body), "kind": kind})
+    iou = keras.metrics.MeanIoU(3, name="iou", sparse_y_pred=False)
+    model.compile(
+        "sgd",
+        {"size": "mse", "kind": "sparse_categorical_crossentropy"},
+        metrics={"size": ["mae", deviation], "kind": [iou, "accuracy"]},
+        weighted_metrics={"kind": ["accuracy"]},
+    )
+    return with_variables(model, X, {"size": Y, "kind": LABELS})
 
 
 def wide() -> Model:
     """Outputs that are too large to be sent; a metric of the user's own is a mean, too."""
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.RepeatVector(9000)])
     model.compile("sgd", "mse", metrics=["mae", keras.metrics.MeanMetricWrapper(squares, name="squares")])
-    return model
+    return with_variables(model, X, LONG)
 
 
 def squares(y: Any, outputs: Any) -> Any:
@@ -249,17 +242,20 @@ def stops(callback: Callable[[Any], Any]) -> Callable[[Model], Figures]:
 
 
 def overflowing(model: Model) -> Figures:
-    """A loss that isn't a number any more."""
-    y, before = Y.copy(), int(model.optimizer.iterations)
+    """A loss that isn't a number any more, and how many steps end with it."""
+    y, before, weights = Y.copy(), int(model.optimizer.iterations), model.get_weights()
     y[12] = np.nan
     fit(model, X, y, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
-    return {"steps": int(model.optimizer.iterations) - before}
+    model.set_weights(weights)
+    steps = int(model.optimizer.iterations) - before
+    assert steps == 2
+    return {"steps": steps}
 
 
 def early(model: Model) -> Figures:
-    """EarlyStopping that restores what was best."""
-    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
-    return fit(model, epochs=9, validation_data=(X[:9], -Y[:9]), callbacks=[stop])
+    """EarlyStopping that restores what was best: here, the largest error."""
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=1, mode="max", restore_best_weights=True)
+    return fit(model, epochs=9, validation_data=(X[:9], Y[:9]), callbacks=[stop])
 
 
 class Watched(layers.Layer):
@@ -282,15 +278,8 @@ def watched() -> Model:
     return with_variables(model, X, Y)
 
 
-def small_kinds() -> Model:
-    """Weights of kinds that TensorFlow can't sum between processes."""
-    model = keras.Sequential([keras.Input((4,)), Kinds(), layers.Dense(1)])
-    model.compile("sgd", "mse", metrics=["mae"])
-    return model
-
-
 class Kinds(layers.Layer):
-    """One weight of each kind."""
+    """A weight of each kind that TensorFlow can't sum between processes."""
 
     def build(self, shape: Any) -> None:
         """As quantized and masked layers have them."""
@@ -316,12 +305,12 @@ def ragged_model() -> Model:
     words = layers.Embedding(11, 4)(entry)
     model = keras.Model(entry, layers.Dense(1)(ops.mean(words, axis=1)))
     model.compile("sgd", "mse")
-    return model
+    return with_variables(model, ragged_rows(), Y)
 
 
 def frames(model: Model) -> Figures:
-    """pandas' tables to train on, to validate and to evaluate; arrays where it isn't installed."""
-    pandas = import_module("pandas") if find_spec("pandas") else None
+    """pandas' tables to train on, to validate and to evaluate; arrays for one device, or where it isn't installed."""
+    pandas = import_module("pandas") if find_spec("pandas") and hasattr(model.fit, "hooks") else None
     x, y = (pandas.DataFrame(X), pandas.Series(Y[:, 0])) if pandas else (X, Y)
     found = fit(model, x, y, validation_data=(x[:5], y[:5]))
     return found | {"evaluated": model.evaluate(x, y, batch_size=BATCH, verbose=0)}
@@ -362,12 +351,7 @@ def fit_ragged(model: Model) -> list[Figures]:
 
 def fit_wide(model: Model) -> Figures:
     """Nine thousand numbers a row."""
-    return fit(model, y=np.repeat(Y[:, None], 9000, 1))
-
-
-def by_adam() -> Model:
-    """A model whose optimizer has states to restore."""
-    return regression("adam")
+    return fit(model, y=LONG)
 
 
 def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
@@ -377,11 +361,13 @@ def in_turn(*runs: Callable[[Model], Any]) -> Callable[[Model], list[Any]]:
 
 CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
     "metrics of batches, maxima, x and a layer": (watched, validated),
-    "confusion matrices and weights": (classes, lambda model: fit(model, y=LABELS, sample_weight=WEIGHTS)),
-    "losses of single outputs": (two_heads, lambda model: fit(model, y={"a": Y, "b": np.repeat(Y, 3, 1)})),
+    "losses of single outputs, confusion matrices, weights of small kinds": (
+        two_heads,
+        lambda model: fit(model, y={"size": Y, "kind": LABELS}, sample_weight=WEIGHTS),
+    ),
     "large outputs": (wide, fit_wide),
     "evaluate alone, without weights": (unbuilt, lambda model: model.evaluate(Batches(), verbose=0)),
-    "evaluate alone, stops, figures of batches, asked again, steps_per_epoch": (
+    "evaluate alone, stops, figures of batches, asked again, steps_per_epoch, pandas, checkpoints, no number": (
         regression,
         in_turn(
             evaluate_alone,
@@ -392,10 +378,11 @@ CASES: dict[str, tuple[Callable[[], Model], Callable[[Model], Any]]] = {
             batch_figures,
             results_twice,
             some_steps,
+            frames,
+            saved,
+            overflowing,
         ),
     ),
-    "checkpoints": (by_adam, saved),
-    "weights of small kinds, pandas": (small_kinds, frames),
     "ragged rows": (ragged_model, fit_ragged),
 }
 
@@ -410,7 +397,7 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    leave_graphs_alone()
+    trace_faster()
     tempfile.tempdir = folder
     split = make_split()
     found: dict[str, Any] = {}
@@ -421,7 +408,6 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     model = split.build(regression)
     return found | {
         "refused": refused(split, model),
-        "stopped by NaN": overflowing(model),
         "half": half(split),
         "noise": keras_noise_program.train(split),
         "measured": [measured("towers"), measured("multiworker")],
@@ -463,9 +449,9 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
 
     if rank == 0:
         patch("os.replace", rename).start()
-    leave_graphs_alone()
+    trace_faster()
     split = make_split()
-    model = seeded(lambda: split.build(by_adam))
+    model = seeded(lambda: split.build(regression))
     path = Path(folder, "model.keras")
     whole = not path.exists() or bool(keras.models.load_model(path).get_weights())
     keep = [keras.callbacks.ModelCheckpoint(path), keras.callbacks.BackupAndRestore(Path(folder, "backup"))]
@@ -474,7 +460,7 @@ def killed(rank: int, folder: str, moment: int) -> dict[str, Any]:
     found = {"learned": digest(model), "epochs": epochs, "whole": whole, "files": left_over}
     if rank:
         return found
-    one = seeded(by_adam)
+    one = seeded(regression)
     fit(one, epochs=4)
     return found | {"apart": difference(one.get_weights(), model.get_weights())}
 
@@ -512,7 +498,7 @@ def half_model() -> Model:
     model = keras.Sequential([keras.Input((4,)), Scaled(), Scaled(dtype="mixed_bfloat16"), *dense])
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=4)
     model.compile(optimizer, "mse")
-    return model
+    return with_variables(model, X, Y)
 
 
 class Scales(keras.callbacks.Callback):

@@ -12,7 +12,7 @@ from keras import layers, optimizers
 
 from evener.errors import EvenerError
 from evener.keras_split import Split
-from tests.support.keras_twice import set_seed, train_twice
+from tests.support.keras_twice import set_seed, train_twice, with_variables
 
 RANDOM = np.random.default_rng(5)
 STEPS, BATCH = 16, 24
@@ -57,7 +57,7 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
         held = {"validation_data": data} if weights is None else {}
         return model.fit(data, epochs=2, verbose=0, **held).history
 
-    return train_twice(split, make, dealt, plain)
+    return train_twice(split, lambda: with_variables(make(), WORDS, KINDS), dealt, plain)
 
 
 def computed(split: Split) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from evener.keras_split import Split
 from evener.keras_split.group import GroupNoise
 from evener.training.noise_scale import NoiseWindow, separate
-from tests.support.keras_twice import digest, seeded
+from tests.support.keras_twice import digest, seeded, with_variables
 
 ROWS, BATCH = 515, 8
 RANDOM = np.random.default_rng(5)
@@ -26,7 +26,7 @@ def build(split: Split, rate: float) -> Any:
     def make() -> Any:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(rate, clipnorm=1e-3), "mse")
-        return model
+        return with_variables(model, X, Y)
 
     return seeded(lambda: split.build(make))
 
@@ -59,9 +59,11 @@ def train(split: Split) -> dict[str, Any]:
             expected = separate(sizes, weighted, float(np.square(np.concatenate(pieces).mean(0)).sum()))
             off += abs(kept[number] / expected - 1).tolist()
     assert model.fit.hooks.engine.describe(0.0)[0].noise == noise.scale()
-    learned = []
-    for each in (wanting, split):
-        model = build(each, 0.1)
-        model.fit(X[:80], Y[:80], verbose=0, shuffle=False)
-        learned.append(digest(model))
-    return {"scale": msgspec.to_builtins(noise.scale()), "steps": len(off) // 2, "off": max(off), "learned": learned}
+    scale = msgspec.to_builtins(noise.scale())
+    changing.change(split.cut.weights)
+    models, learned = (model, build(split, 0.1)), []
+    for each in models:
+        each.optimizer.learning_rate = 0.1
+        each.fit(X[:80], Y[:80], verbose=0, shuffle=False)
+        learned.append(digest(each))
+    return {"scale": scale, "steps": len(off) // 2, "off": max(off), "learned": learned}

@@ -25,7 +25,7 @@ from evener.keras_split import Report, Split, make_logical_cpus
 from evener.live.journal import RetreatEntry
 from evener.training import retreat
 from tests.support.keras_proofs import make_plan
-from tests.support.keras_twice import Scaled, difference, digest, leave_graphs_alone, seeded, train_twice
+from tests.support.keras_twice import difference, digest, seeded, trace_faster, train_twice, with_variables
 
 RANDOM = np.random.default_rng(3)
 BATCH, ROWS = 18, 4 * 18 + 7  # the last batch is short
@@ -129,15 +129,13 @@ def network(fuse: Fuse, *inner: Any, optimizer: Any = None, base: Any = keras.Mo
     return model
 
 
-def two_heads(fuse: Fuse, optimizer: Any = None) -> Model:
+def two_heads(fuse: Fuse) -> Model:
     """A loss for each of two outputs, and its figures."""
     entry = keras.Input((6,))
-    kind = keras.config.floatx()  # of half precision, `Scaled` alone
-    body = fuse(layers.Dense(8, activation="tanh", dtype=kind)(Scaled()(entry)))
-    outputs = {name: layers.Dense(size, name=name, dtype=kind)(body) for name, size in (("a", 2), ("b", 1))}
-    model = keras.Model(entry, outputs)
-    model.compile(optimizer or optimizers.SGD(0.05, momentum=0.9), {"a": "mse", "b": "mae"}, metrics={"a": ["mae"]})
-    return model
+    body = fuse(layers.Dense(8, activation="tanh")(entry))
+    model = keras.Model(entry, {name: layers.Dense(size, name=name)(body) for name, size in (("a", 2), ("b", 1))})
+    model.compile(optimizers.SGD(0.05, momentum=0.9), {"a": "mse", "b": "mae"}, metrics={"a": ["mae"]})
+    return with_variables(model, X, {"a": Y, "b": X[:, :1]})
 
 
 def fit(model: Model, fuse: Fuse, limits: dict[int, int] | None = None, y: Any = Y, **words: Any) -> Any:
@@ -205,23 +203,11 @@ def read_lines() -> list[str]:
 
 
 def everything(fuse: Fuse) -> Model:
-    """A loss of its own that counts, rows that depend on random numbers and on one another; XLA is asked for."""
-    return network(fuse, layers.BatchNormalization(), layers.Dropout(0.4), base=OwnLoss, jit_compile=True)
-
-
-def half(split: Split, bombs: Bombs) -> dict[str, Any]:
-    """Two epochs in mixed_float16, whose loss scale moves."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("mixed_float16")
-    scaled = lambda: optimizers.LossScaleOptimizer(optimizers.SGD(1e-3), 2.0**17, dynamic_growth_steps=3)  # noqa: E731
-    make = lambda fuse: two_heads(fuse, scaled())  # noqa: E731
-    heads = {"a": (16 * Y).astype("float32"), "b": X[:, :1].astype("float32")}
-    try:
-        return beside_same(split, make, bombs, y=heads)
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
+    """A loss of its own that counts, at a scale that moves; rows that depend on draws and on one another; XLA."""
+    adamw = optimizers.AdamW(0.01, global_clipnorm=0.1)
+    scaled = optimizers.LossScaleOptimizer(adamw, 2.0**17, dynamic_growth_steps=3)
+    inner = layers.BatchNormalization(), layers.Dropout(0.4)
+    return network(fuse, *inner, optimizer=scaled, base=OwnLoss, jit_compile=True)
 
 
 def sentence(action: Callable[[], Any]) -> str:
@@ -272,7 +258,7 @@ def towers(_rank: int) -> dict[str, Any]:
     """What becomes of a training in one process, and whether the next fit trains."""
     warnings.simplefilter("ignore")
     make_logical_cpus(2)
-    leave_graphs_alone()
+    trace_faster()
     fuse = Fuse()
     model = Split(make_plan(*SHARES)).build(lambda: network(fuse))
     fuse.bombs = {2: (BACKWARD, 0)}
@@ -292,7 +278,7 @@ def prove(_rank: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    leave_graphs_alone()
+    trace_faster()
     split = Split(make_plan(*SHARES, micros=MICROS))
     anywhere: Bombs = {(1, 0): (FORWARD, 0), (0, 1): (BACKWARD, 0), (0, 3): (BACKWARD, 3), (1, 4): (FORWARD, 0)}
     late: Bombs = {(0, 0): (BACKWARD, 1), (1, 2): (BACKWARD, 1)}
@@ -303,8 +289,6 @@ def prove(_rank: int, folder: str) -> dict[str, Any]:
         "two heads": heads,
         "everything": beside_same(split, everything, late, data=batches),
     }
-    os.environ["EVENER_RUN"] = "20261122-120000-abc2"
-    found["half"] = half(split, late)
     with redirect_stderr(StringIO()):
         found["grown"] = grown(split)
         found["update"] = sentence(lambda: fit_most(split, 99, optimizer=NoRoom()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -24,7 +25,7 @@ from evener.keras_split.measuring import measure
 from tests.support.keras_program_layers import RANDOM_LAYERS, Counted, State, Watched, between, layer_programs
 from tests.support.keras_program_losses import FLOAT32_LOSSES, Made, loss_programs
 from tests.support.keras_proofs import make_plan
-from tests.support.keras_twice import difference, leave_graphs_alone, seeded
+from tests.support.keras_twice import difference, seeded, trace_faster
 
 BATCH = 8
 TAILS = {"one row": 17, "whole batches": 16, "three rows": 19}  # rows that are trained on
@@ -36,24 +37,23 @@ def programs() -> dict[str, Made]:
 
 
 def run_all(
-    _rank: int, engines: list[str], names: list[str], tail: str, validated: bool = True
+    _rank: int, engines: dict[str, list[str]], tail: str, validated: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What became of each in each of these engines, in one process or in one of a group.
-
-    Unless `validated`, engines with passes aren't validated, which takes no passes.
-    """
+    """What became of each engine's programs, in one process or in one of a group; those of `validated`, or all, are
+    validated too."""
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
     if not any("multiworker" in engine for engine in engines):
         make_logical_cpus(2)
     splits = {name: Split(make_plan(6, 2, micros=(2, 2) if "passes" in name else None)) for name in engines}
-    leave_graphs_alone()
+    trace_faster()
     every = programs()
     found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
-    for name in names or every:
-        program = Program(name, every[name], TAILS[tail])
+    for name in every:
+        program = Program(name, every[name], TAILS[tail], validated is None or bool(validated))
         for engine, split in splits.items():
-            found[engine][name] = program.run(split, validated or not split.cut.in_passes)
+            if name in (engines[engine] or every):
+                found[engine][name] = program.run(split, validated is None or engine in validated)
     return found
 
 
@@ -65,7 +65,7 @@ def name_all(_rank: int) -> list[str]:
 class Program:
     """A program with its data, and what plain Keras learns by it."""
 
-    def __init__(self, name: str, made: Made, rows: int) -> None:
+    def __init__(self, name: str, made: Made, rows: int, validated: bool) -> None:
         make, (x, y, words) = made
         self.name, self.make = name, make
         x, y, words = keras.tree.map_structure(lambda a: a[:rows] if hasattr(a, "shape") else a, (x, y, words))
@@ -73,8 +73,9 @@ class Program:
         options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         self._fitted = {"x": x, "y": y, "validation_data": held, "validation_batch_size": BATCH, **options, **words}
         self._plain: Any = None
+        self._validated = validated
 
-    def train(self, make: Any, validated: bool = True) -> Any:
+    def train(self, make: Any, validated: bool) -> Any:
         """Figures and weights of a model that was made and trained."""
         model = seeded(make)
         if model.built:
@@ -98,14 +99,14 @@ class Program:
         answer |= {"random": self.name in RANDOM_LAYERS, "float32": self.name in FLOAT32_LOSSES}
         if split.group is not None and split.group.rank:
             return answer
-        self._plain = self._plain or self.train(self.make)
+        self._plain = self._plain or self.train(self.make, self._validated)
         plain, own = self._plain
         return answer | {"gap": difference(({name: plain[name] for name in figures}, own), (figures, weights))}
 
     def _explain(self, error: Exception) -> dict[str, Any]:
         """A crash, unless plain Keras ends with the same error."""
         try:
-            self.train(self.make)
+            self.train(self.make, self._validated)
         except type(error):
             return {"verdict": "as Keras", "said": str(error).splitlines()[0]}
         except Exception as other:
@@ -113,9 +114,15 @@ class Program:
         return {"verdict": "crash", "said": f"{error!r}"[-1500:]}
 
 
-def check_beside(_rank: int) -> dict[str, Any]:
+def run_towers(rank: int, engines: dict[str, list[str]], tail: str) -> dict[str, Any]:
+    """What became of programs in one process, and `beside` what the check does beside its verdict."""
+    return {**run_all(rank, engines, tail, ()), "beside": check_beside()}
+
+
+def check_beside() -> dict[str, Any]:
     """What the check leaves behind, what it says of common float32 layers, and of a loop of the user's own."""
-    make_logical_cpus(2)
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
     split = Split(make_plan(6, 2))
     make, (x, y, _) = loss_programs()["rmse"]
     rows = tf.constant(x, tf.float32), tf.constant(y, tf.float32), None

@@ -89,6 +89,13 @@ def leave_graphs_alone() -> None:
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
+def trace_faster() -> None:
+    """No rewriting, and no filtered tracebacks, whose wrappers of every operation are a sixth of a trace."""
+    leave_graphs_alone()
+    keras.config.disable_traceback_filtering()
+    tf.debugging.disable_traceback_filtering()
+
+
 def digest(model: Model) -> str:
     """The weights, to the last bit."""
     return blake2b(b"".join(weight.tobytes() for weight in model.get_weights()), digest_size=8).hexdigest()

@@ -72,6 +72,10 @@ class OwnSteps(keras.Sequential):
         return 2 * super().predict_step(data)
 
 
+class Own(OwnLoss, OwnSteps):
+    """All of them."""
+
+
 class Largest(keras.metrics.Metric):
     """The largest value, which isn't a sum over devices."""
 
@@ -164,6 +168,7 @@ def added() -> Model:
     """A model that takes sparse rows, with no loss but that of its layer."""
     model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(4), Added()])
     model.compile("sgd", jit_compile=False)  # on GPUs Keras would compile it, and XLA has no sparse rows
+    model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -270,11 +275,16 @@ def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
     return run
 
 
+def every_way(model: Model) -> list[float]:
+    """Arrays that a PyDataset validates, single samples, and single batches."""
+    return [*fit(batch_size=BATCH, validation_data=Batches())(model), *fit_samples(model), *steps(model)]
+
+
 def vectors() -> Model:
     """As many outputs as inputs."""
     model = keras.Sequential([keras.Input((6,)), layers.Dense(6)])
     model.compile("sgd", "mse")
-    return model
+    return with_variables(model, X, X)
 
 
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
@@ -300,9 +310,8 @@ def towers() -> dict[str, Any]:
         "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
         "copies": copies(split),
         "documented": documented(split, plain),
-        "own loss": train_twice(split, lambda: network(base=OwnLoss), by_batch),
-        "own test, own predict": train_twice(
-            split, lambda: network(base=OwnSteps, metrics=None), lambda model: [own_test(model), predict(model)]
+        "own loss, test and predict": train_twice(
+            split, lambda: network(base=Own), lambda model: [*by_batch(model), *own_test(model), *predict(model)]
         ),
         "watched": train_twice(split, lambda: network(Watched()), watched),
         "without training, frozen": train_twice(split, without_training, fit(x=Batches(), y=None)),
@@ -408,7 +417,6 @@ def said(action: Callable[[], Any]) -> str:
 def group() -> dict[str, Any]:
     """One process of two."""
     split = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
-    assigned = train_twice(split, lambda: network(layers.SpectralNormalization(layers.Dense(8)), metrics=None), steps)
     calls, history = reports(split, split.build(network), X, Y)
     another = Split(devices=["CPU:0", "CPU:1"], ratios=[3, 1], global_batch=BATCH)
     return {
@@ -417,13 +425,9 @@ def group() -> dict[str, Any]:
         "reported": [call["samples"] for call in calls],
         "shuffled": history,
         "own predict": train_twice(split, lambda: network(base=OwnSteps), predict),
-        "assigned": assigned,
         "added, sparse": train_twice(split, added, sparse_batches),
-        "validated, single samples, instance": train_twice(
-            split,
-            network,
-            lambda model: [*fit(batch_size=BATCH, validation_data=Batches())(model), *fit_samples(model)],
-            instance=True,
+        "assigned, validated, single samples and batches, instance": train_twice(
+            split, lambda: network(layers.SpectralNormalization(layers.Dense(8))), every_way, instance=True
         ),
         "refusals": {
             "own test": refused(split, lambda: network(base=OwnSteps), lambda m: m.evaluate(X, Y, verbose=0)),

@@ -30,18 +30,18 @@ def run_keras_in_float64(rank: int, script: str, *words: str) -> str:
     """As `run_script`, with float64 as Keras' default: the same figures on every CPU."""
     import keras
 
-    from tests.support.keras_twice import leave_graphs_alone
+    from tests.support.keras_twice import trace_faster
 
     keras.config.set_floatx("float64")
-    leave_graphs_alone()
+    trace_faster()
     return run_script(rank, script, *words)
 
 
 def run_keras_by_plan(rank: int, plan: str, script: str, *words: str) -> str:
     """As `run_script`, in the environment that evener launch gives to the process of this rank's slice."""
-    from tests.support.keras_twice import leave_graphs_alone
+    from tests.support.keras_twice import trace_faster
 
-    leave_graphs_alone()
+    trace_faster()
     os.environ |= {launched.PLAN: plan, launched.DEVICE: load_plan(plan).layout.active[rank].device}
     return run_script(rank, script, *words)
 

@@ -24,13 +24,17 @@ TWO = ("CPU:0", "CPU:1")
 def placed() -> dict[str, Any]:
     """The largest relative differences by placement, and the devices of the traced operations."""
     keras.utils.set_random_seed(1)
+    plain = with_variables(model(**SMALL), *next(iter(Known().batches(None, 2))))
+    start = [np.array(weight) for weight in plain.get_weights()]
+    whole, after = whole_gradients(plain), trained_alone(plain)
     answer: dict[str, Any] = {}
     for placement in ("towers", "alternate"):
-        place = Place(TWO, placement=placement)
-        workload: Any = build("keras_towers", place, SMALL)
-        start = [np.array(weight) for weight in workload.model.get_weights()]
-        answer[placement] = {"devices": devices_of(workload), "gradients": gradients(workload, start)}
-        answer[placement]["weights"] = trained(workload, start)
+        workload: Any = build("keras_towers", Place(TWO, placement=placement), SMALL)
+        workload.model.set_weights(start)
+        found, graph = gradients(workload)
+        apart = max(difference(one, other) for one, other in zip(found, whole, strict=True))
+        answer[placement] = {"devices": devices_of(graph), "gradients": apart}
+        answer[placement]["weights"] = trained(workload, start, after)
     answer["dense"] = by_hand()
     answer["resnet50"] = count_parameters(models.resnet50)
     return answer
@@ -43,27 +47,28 @@ def count_parameters(make: Callable[[], Any]) -> int:
         return int(make().count_params())
 
 
-def gradients(workload: Any, start: list[Any]) -> float:
-    """The largest difference of a gradient or of the prediction from those of one tape over the whole model."""
-    x, y = reviews(12, SMALL["words"], SMALL["vocabulary"])
-    found: list[Any] = []
+def whole_gradients(plain: Any) -> list[Any]:
+    """The loss and each gradient of one tape over the whole model."""
+    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(12, SMALL["words"], SMALL["vocabulary"]))
+    with tf.GradientTape() as tape:
+        loss = plain.compute_loss(y=y, y_pred=plain(list(x)))
+    own = tape.gradient(loss, [variable.value for variable in plain.trainable_variables])
+    return [loss, *map(tf.convert_to_tensor, own)]
+
+
+def gradients(workload: Any) -> tuple[list[Any], Any]:
+    """The loss and each gradient of the workload's step, and the graph of the step."""
+    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(12, SMALL["words"], SMALL["vocabulary"]))
 
     @tf.function(autograph=False)
-    def step() -> Any:
+    def step(x: Any, y: Any) -> Any:
+        found: list[Any] = []
         with patch.object(workload.model.optimizer, "apply_gradients", lambda pairs: found.extend(pairs)):
-            loss = workload.model.train_step(((tf.constant(x[0]), tf.constant(x[1])), tf.constant(y)))["loss"]
-        return loss, [tf.convert_to_tensor(gradient) for gradient, _ in found]
+            loss = workload.model.train_step((x, y))["loss"]
+        return [loss, *(tf.convert_to_tensor(gradient) for gradient, _ in found)]
 
-    loss, gradients = step()
-    plain = model(**SMALL)
-    plain.set_weights(start)
-    with tf.GradientTape() as tape:
-        expected_loss = plain.compute_loss(y=tf.constant(y), y_pred=plain([tf.constant(each) for each in x]))
-    own = [variable.value for variable in plain.trainable_variables]
-    expected = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(expected_loss, own)]
-    return max(
-        difference(one, other) for one, other in zip([loss, *gradients], [expected_loss, *expected], strict=True)
-    )
+    traced = step.get_concrete_function(x, y)
+    return step(x, y), traced.graph
 
 
 def by_hand() -> float:
@@ -91,29 +96,29 @@ class Known:
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).repeat()
 
 
-def trained(workload: Any, start: list[Any]) -> float:
+def trained_alone(plain: Any) -> list[Any]:
+    """The weights after three steps of Adam on one device."""
+    for x, y in Known().batches(None, 16).take(3):
+        plain.train_on_batch(list(x), y)
+    return list(plain.get_weights())
+
+
+def trained(workload: Any, start: list[Any], expected: list[Any]) -> float:
     """The largest difference of a weight after three steps of Adam through the workload itself, on its own batches."""
-    known = Known()
-    plain = with_variables(model(**SMALL), *next(iter(known.batches(None, 2))))
-    plain.set_weights(start)
-    workload.data = known
+    workload.data = Known()
     workload.prepare([8, 8])
     for _ in range(3):
         workload.step()
     workload.synchronize()
-    for x, y in known.batches(None, 16).take(3):
-        plain.train_on_batch(list(x), y)
     after = workload.model.get_weights()
     assert all(difference(one, other) > 0 for one, other in zip(after, start, strict=True)), "every weight has learnt"
-    return max(difference(one, other) for one, other in zip(after, plain.get_weights(), strict=True))
+    return max(difference(one, other) for one, other in zip(after, expected, strict=True))
 
 
-def devices_of(workload: Any) -> dict[str, list[str]]:
+def devices_of(graph: Any) -> dict[str, list[str]]:
     """The devices of the traced forward operations by layer, and of the convolutions' and dense layers' gradients."""
     found: dict[str, set[str]] = {}
-    x, y = (tf.nest.map_structure(tf.constant, each) for each in reviews(4, SMALL["words"], SMALL["vocabulary"]))
-    step = tf.function(workload.model.train_step, autograph=False).get_concrete_function((x, y))
-    for operation in step.graph.get_operations():
+    for operation in graph.get_operations():
         layer = next((part for part in operation.name.split("/") if part.startswith(("user_", "item_"))), "")
         if operation.type in ("Conv2D", "MaxPool", "MatMul", "Conv2DBackpropFilter", "MaxPoolGrad"):
             key = layer if layer and "Grad" not in operation.type else operation.type

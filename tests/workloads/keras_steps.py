@@ -18,7 +18,7 @@ from evener.workloads.keras_backend import workload as keras_workload
 from evener.workloads.keras_backend.workload import MOST_ELEMENTS, TooManyElementsError, check_rows, largest_rows
 from evener.workloads.protocol import Place
 from evener.workloads.user_code import find_line
-from tests.support.keras_twice import count_traces, leave_graphs_alone
+from tests.support.keras_twice import count_traces, leave_graphs_alone, trace_faster
 from tests.workloads.keras_placed_proof import count_parameters, placed
 
 OWN = """
@@ -285,7 +285,7 @@ def kernel_limits() -> dict[str, Any]:
 def together(_rank: int, folder: str) -> dict[str, Any]:
     """Three devices in one process, as towers, against one device."""
     make_logical_cpus(3)
-    leave_graphs_alone()
+    trace_faster()
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
     towers = build("keras_mnist", 3, settings=small)
     one = build("keras_mnist", settings=small)
@@ -308,7 +308,7 @@ def together(_rank: int, folder: str) -> dict[str, Any]:
 
 def group(rank: int, *peers: str) -> dict[str, Any]:
     """One process of a group, which steps with shares that change."""
-    leave_graphs_alone()
+    trace_faster()
     workload = build("keras_mnist", rank=rank, peers=peers, settings={"filters": 4, "dense": 16})
     traces = count_traces(workload.model)
     sizes = (((9, 3), ()), ((1, 16), (1, 5)), ((30, 2), ()), ((9, 3), (2, 3)))
