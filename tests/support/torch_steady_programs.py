@@ -20,14 +20,12 @@ from tests.support.torch_rebalance_programs import TurnedClock
 
 SHARES = (48, 32)
 SHARE_SECONDS = 0.1  # that the rows of each share take
-BATCHES = 50  # of an epoch
+STEPS, BATCHES = 200, 50  # of a training, of an epoch
 
 
 class SteadyCase(msgspec.Struct, frozen=True):
-    """A training of so many steps, in which something happens."""
+    """A training of 200 steps, in which something happens."""
 
-    steps: int = 200
-    noise: float = 0.02  # relative standard deviation of a step's own work
     slower: int = 0  # from this step on, rank 1 takes 40 % longer
     stall: int = 0  # in this step, rank 1 takes 2 s longer
     input_stall: int = 0  # before this step, rank 0 waits 10 s for its rows
@@ -36,9 +34,9 @@ class SteadyCase(msgspec.Struct, frozen=True):
     norms: int = 0  # in every so many steps, 0.1 s, on rank 1 twice as long
 
 
+NOISE = 0.02  # relative standard deviation of a step's own work
 CASES = {
     "slower by 40 %": SteadyCase(slower=100),
-    "5 % noise": SteadyCase(500, noise=0.05),
     "a stall, evaluations": SteadyCase(stall=133, evaluation=50),
     "an input stall, checkpoints of unequal length, logged norms": SteadyCase(input_stall=103, checkpoint=40, norms=10),
 }
@@ -77,10 +75,10 @@ class _Training:
         rows = _LateRows(*data(BATCHES * sum(SHARES)).tensors)
         rows.clock, rows.late = self._clock, self._case.input_stall * (self._rank == 0)
         loader, held = self._split.loader(rows), self._split.loader(data(160), training=False)
-        for epoch in range(self._case.steps // BATCHES):
+        for epoch in range(STEPS // BATCHES):
             for number, batch in enumerate(loader):
                 self._step(epoch * BATCHES + number + 1, held, *batch)
-        assert rows.fetched == self._case.steps
+        assert rows.fetched == STEPS
         changes = [(each.step, each.after) for each in self._split.reporter.changes]
         self._split.reporter.close()
         return changes
@@ -88,7 +86,7 @@ class _Training:
     def _step(self, step: int, held: Any, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         case, clock, rank = self._case, self._clock, self._rank
         slower = 1.4 if rank and 0 < case.slower <= step else 1.0
-        noise = math.exp(self._numbers.gauss(0.0, case.noise))
+        noise = math.exp(self._numbers.gauss(0.0, NOISE))
         clock.now += SHARE_SECONDS * len(inputs) / SHARES[rank] * slower * noise
         clock.now += 2.0 * (rank and step == case.stall)
         loss = torch.nn.functional.cross_entropy(self._net(inputs), labels)
