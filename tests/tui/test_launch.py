@@ -374,12 +374,12 @@ def plan_of_two_hosts(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.usefixtures("plan_of_two_hosts")
 def test_one_and_two_shares_on_two_hosts_learn_what_one_process_learns(
-    start: Callable[..., Any], tmp_path: Path
+    fork: Callable[..., Any], tmp_path: Path
 ) -> None:
     """By the line that launch prints; before, every rank hears that a share would be taken twice, or a plan differs."""
     place = ["--rendezvous", f"127.0.0.3:{free_port()}"]  # not the first host of the plan
     running = [
-        start("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
+        fork("launch", "--host", host, *place, "plan.toml", TRAINING, str(tmp_path))
         for host in ("127.0.0.3", "127.0.0.2")
     ]
     errors = [process.communicate(timeout=2 * SECONDS)[1] for process in running]

@@ -39,7 +39,7 @@ def test_its_noise_scale_is_that_of_single_rows() -> None:
     workload, inputs, targets = build(0.0)
     workload.prepare((16,))
     noise = PassNoise(NoiseWindow(kept=1), every=1)
-    for _ in range(1600):
+    for _ in range(600):
         workload.learn(2, noise)
     module, found = workload.recipe.module, noise.scale()
     error = (module(inputs) - targets).detach()
@@ -47,7 +47,7 @@ def test_its_noise_scale_is_that_of_single_rows() -> None:
     center = rows.mean(0)
     truth = float((rows - center).square().sum(1).mean() / center.square().sum())
     assert found is not None
-    assert found.rows == pytest.approx(truth, rel=0.1)
+    assert found.rows == pytest.approx(truth, rel=0.2)
     assert found.low < found.rows < found.high
 
 

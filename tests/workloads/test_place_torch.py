@@ -73,7 +73,8 @@ def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch: pytest.MonkeyPatch, name: str, placement: str
 ) -> None:
     """After three Adam steps from the same start, on the same rows, the weights agree."""
-    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # a pool of so many rows on a busy machine too
+    monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # a pool of as many rows on a busy machine too
+    monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
     weights = []
     settings = {"side": 32}
     for place in (Place(("CPU:0",), threads=1), Place(("CPU:0", "CPU:1"), threads=1, placement=placement)):

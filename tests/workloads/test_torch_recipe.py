@@ -46,9 +46,10 @@ def count(module: torch.nn.Module) -> int:
 
 def test_the_models_have_the_sizes_of_their_twins() -> None:
     """The seed's count; the small network's; a GRU layer has 3 units (inputs + units + 2 biases) parameters."""
-    assert count(maxer()) == 78_923_530
-    assert count(mnist(16, 64)) == 160 + 4_640 + 100_416 + 650
-    gru = GruNet(32, 512, 4, 128, 10)
+    with torch.device("meta"):
+        large, small, gru = maxer(), mnist(16, 64), GruNet(32, 512, 4, 128, 10)
+    assert count(large) == 78_923_530
+    assert count(small) == 160 + 4_640 + 100_416 + 650
     assert count(gru) == 3 * 512 * (32 + 512 + 2) + 3 * (3 * 512 * (512 + 512 + 2)) + 512 * 128 + 128 + 128 * 10 + 10
 
 
@@ -59,8 +60,11 @@ def test_the_models_have_the_sizes_of_their_twins() -> None:
         ("torch_gru", {"steps": 8, "units": 24, "layers": 1, "dense": 16, "learning_rate": 0.01}, 64, 150),
     ],
 )
-def test_a_workload_learns(name: str, settings: dict[str, Any], rows: int, steps: int) -> None:
-    """After a few steps the loss on a new batch is clearly below that of guessing one of ten."""
+def test_a_workload_learns(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], rows: int, steps: int
+) -> None:
+    """After a few steps the loss on another batch is clearly below that of guessing one of ten."""
+    monkeypatch.setattr(torch_batches, "POOL_ROWS", 4096)
     workload = registry.build(name, CPU, settings, "torch")
     workload.prepare((rows,))
     for _ in range(steps):
@@ -100,6 +104,7 @@ def test_another_size_is_prepared_and_memory_grows_with_it(trainer_ranks: Callab
 def test_half_precision_trains_with_weights_in_float32(monkeypatch: pytest.MonkeyPatch, precision: Any) -> None:
     """The loss comes near that of float32: within 0.05 after 16 steps; fp16's loss scale stays finite."""
     monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # the same rows on a busy machine too
+    monkeypatch.setattr(torch_batches, "POOL_ROWS", 1024)
     losses = {}
     for each in ("float32", precision):
         workload = TorchWorkload(
