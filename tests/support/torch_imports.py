@@ -11,3 +11,7 @@ import torch.distributed.launcher.api
 import torch.distributed.tensor.experimental._attention
 import torch.export._trace
 import torch.nn.attention.flex_attention  # noqa: F401
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+# an agent looks through the source of all modules for the name of each record: seconds where many are imported
+dynamic_rendezvous.get_method_name = lambda *_: "no_method_name"
