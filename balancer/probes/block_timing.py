@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import sqrt
+from math import fsum, sqrt
 from statistics import median
 
 import msgspec
 
-from ..search.statistics import NORMAL_95, interval_of, relative_half_width
+from ..search.statistics import LONE_BLOCK, NORMAL_95, relative_half_width, student
 from ..types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
@@ -125,14 +125,14 @@ class BlockTimer:
     def interval(self) -> Interval | None:
         """Seconds per step so far; None before the second block."""
         clean = self._clean()
-        return _interval(clean) if len(clean) > 1 else None
+        return interval_of(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
         """The step's time; None if nothing was timed after the warm-up."""
         clean = self._clean()
         if not clean:
             return None
-        step = _interval(clean)
+        step = interval_of(clean)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step))
 
@@ -195,7 +195,7 @@ class BlockTimer:
         clean = self._clean()
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
-        return relative_half_width(_interval(clean)) <= TIGHT or (part >= HOPELESS_FROM and _is_hopeless(clean, part))
+        return relative_half_width(interval_of(clean)) <= TIGHT or (part >= HOPELESS_FROM and _is_hopeless(clean, part))
 
     def _clean(self) -> list[Block]:
         """The blocks that were not disturbed and took no new memory, or all where too few are."""
@@ -239,8 +239,20 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
-def _interval(blocks: Sequence[Block]) -> Interval:
-    return interval_of([(block.steps, block.wall_seconds) for block in blocks])
+def interval_of(blocks: Sequence[Block]) -> Interval:
+    """Seconds per step of timed blocks, by Student's t on block means.
+
+    The value is total time over total steps, so blocks may differ in length. A lone block is said to be within ±50 %.
+    """
+    steps = sum(block.steps for block in blocks)
+    if steps <= 0:
+        raise ValueError("an interval needs at least one timed step")
+    value = fsum(block.wall_seconds for block in blocks) / steps
+    if len(blocks) < 2:
+        return Interval(value, value * (1 - LONE_BLOCK), value * (1 + LONE_BLOCK))
+    weighted = fsum(block.steps * (block.step_seconds - value) ** 2 for block in blocks if block.steps)
+    half = student(len(blocks) - 1) * sqrt(weighted / (len(blocks) - 1) / steps)
+    return Interval(value, max(0.0, value - half), value + half)
 
 
 def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:

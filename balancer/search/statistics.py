@@ -1,4 +1,4 @@
-"""95 % intervals of step times, and least squares of lines and rates.
+"""Errors of step times, and least squares of lines and rates.
 
 Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
 """
@@ -34,23 +34,6 @@ def student(freedom: int) -> float:
     if freedom <= len(STUDENT_95):
         return STUDENT_95[freedom - 1]
     return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
-
-
-def interval_of(blocks: Sequence[tuple[int, float]]) -> Interval:
-    """Seconds per step from timed blocks of (steps, seconds), by Student's t on block means.
-
-    The value is total time over total steps, so blocks may differ in length. A lone block is said to be within ±50 %.
-    """
-    steps = sum(count for count, _ in blocks)
-    if steps <= 0:
-        raise ValueError("an interval needs at least one timed step")
-    value = math.fsum(seconds for _, seconds in blocks) / steps
-    if len(blocks) < 2:
-        return Interval(value, value * (1 - LONE_BLOCK), value * (1 + LONE_BLOCK))
-    weighted = math.fsum(count * (seconds / count - value) ** 2 for count, seconds in blocks if count)
-    error = math.sqrt(weighted / (len(blocks) - 1) / steps)
-    half = student(len(blocks) - 1) * error
-    return Interval(value, max(0.0, value - half), value + half)
 
 
 def relative_half_width(interval: Interval) -> float:

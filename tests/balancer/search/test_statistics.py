@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from evener.balancer.probes.block_timing import Block, interval_of
 from evener.balancer.search import statistics as stats
 
 
@@ -21,7 +22,7 @@ def test_student_meets_the_normal_and_the_table() -> None:
 
 
 def test_one_timed_step_is_certain_to_a_half() -> None:
-    interval = stats.interval_of([(1, 0.2)])
+    interval = interval_of([Block(1, 0.2)])
     assert (interval.low, interval.value, interval.high) == pytest.approx((0.1, 0.2, 0.3))
 
 
@@ -30,21 +31,21 @@ def test_block_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
     rng = random.Random(7)
     held = 0
     for _ in range(1500):
-        blocks = [(n, sum(rng.gauss(0.2, 0.01) for _ in range(n))) for n in (3, 5, 5, 5, 4, 6)]
-        interval = stats.interval_of(blocks)
+        blocks = [Block(n, sum(rng.gauss(0.2, 0.01) for _ in range(n))) for n in (3, 5, 5, 5, 4, 6)]
+        interval = interval_of(blocks)
         held += interval.low <= 0.2 <= interval.high
     assert 0.92 <= held / 1500 <= 0.98
 
 
 def test_interval_of_is_total_time_over_total_steps() -> None:
     """The value weighs each step alike, whatever its block."""
-    interval = stats.interval_of([(1, 1.0), (3, 1.5)])
+    interval = interval_of([Block(1, 1.0), Block(3, 1.5)])
     assert interval.value == pytest.approx(2.5 / 4)
     assert interval.low < interval.value < interval.high
 
 
 def test_a_lone_block_is_not_believed() -> None:
     """Without a second block the spread is unknown, and the interval says so."""
-    assert stats.relative_half_width(stats.interval_of([(10, 1.0)])) == pytest.approx(0.5)
+    assert stats.relative_half_width(interval_of([Block(10, 1.0)])) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="step"):
-        stats.interval_of([])
+        interval_of([])
