@@ -34,15 +34,12 @@ class Observations:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
-        self._explored: defaultdict[int, list[Probe]] = defaultdict(list)  # by device, exploration only
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
         self._others = MemoryOfOthers()
         self.gone: set[int] = set()  # devices that are no longer there
         self._checked = False  # a winner was: from then on the race shows what devices do, too
-        self._held: set[int] = set()  # devices of layouts in which one was held back
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
-        self.explored_version = 0  # grows with everything that may change what is believed of devices
 
     def add(self, seen: Observation) -> None:
         """Take an observation.
@@ -52,41 +49,24 @@ class Observations:
         probe, layout = seen.probe, seen.probe.layout
         if len(layout.shares) != self._problem.devices or not layout.active:
             return
+        self._settled.pop(probe.stage, None)
         if isinstance(seen, Failed):
             self._count_failure(seen)
-            self.explored_version += 1
         else:
-            self.explored_version += self._others.note(seen)
+            self._others.note(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
-            self.explored_version += 1
         before = self._seen.get(probe)
         if before is None:
-            self._index(probe)
+            self._by_layout[layout].append(probe)
         if before is None or rank_observation(seen) > rank_observation(before):
             self._seen[probe] = seen
-            self._note_change(seen)
+        self._checked = self._checked or probe.stage == "check"
 
     def _count_failure(self, seen: Failed) -> None:
-        self._settled.pop(seen.probe.stage, None)
         self._failures[seen.probe].append(seen.elapsed_seconds)
         if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
             self.gone.update(seen.devices)
-
-    def _note_change(self, seen: Observation) -> None:
-        stage, active = seen.probe.stage, seen.probe.layout.active
-        self._settled.pop(stage, None)
-        if isinstance(seen, Timed) and seen.held_back():
-            self._held.update(active)
-        self._checked = self._checked or stage == "check"
-        explored = stage in EXPLORATION or self._checked or not self._held.isdisjoint(active)
-        self.explored_version += explored or not isinstance(seen, Timed)
-
-    def _index(self, probe: Probe) -> None:
-        self._by_layout[probe.layout].append(probe)
-        if probe.stage in EXPLORATION:
-            for position in probe.layout.active:
-                self._explored[position].append(probe)
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """True if others hold as much of the device's memory as when a layout ran out of it."""
@@ -237,12 +217,13 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """The observations of a device in exploration, in the order of their probes."""
-        return [self._seen[probe] for probe in sorted(self._explored[position], key=order_probe)]
+        """The settled observations of a device in exploration, in the order of their probes."""
+        found = (one for stage in EXPLORATION for one in self.in_stage(stage))
+        return [one for one in found if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
         """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
-        timed = (probe.layout for probe in self._explored[position] if isinstance(self._seen[probe], Timed))
+        timed = (one.probe.layout for one in self.explored(position) if isinstance(one, Timed))
         return max((layout.pass_rows[position] for layout in timed if layout.traits.alone), default=0.5)
 
     def recovered(self, position: int) -> bool:

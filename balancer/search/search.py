@@ -1,7 +1,6 @@
 """The search: a problem in, probes out, observations back, and at every moment the best layout measured so far.
 
-Everything is computed once, when it is first asked for; what exploration alone decides is kept for as long as it sees
-nothing new.
+Everything is computed once after each observation, when it is first asked for.
 """
 
 from __future__ import annotations
@@ -45,15 +44,12 @@ class Search:
 
     def tell(self, seen: Observation) -> None:
         """Take an observation: in any order, asked for or not, more than once."""
-        explored = self._seen.explored_version
         self._seen.add(seen)
-        same = explored == self._seen.explored_version
-        self._read_again(("model", "devices", "sharding", "_first_budget") if same else ())
+        self._read_again()
 
-    def _read_again(self, still_true: Sequence[str] = ()) -> None:
-        """Forget what followed from the observations, but for what is still true: exploration saw nothing new."""
-        kept = ("problem", "options", "_seen", *still_true)
-        self.__dict__ = {name: one for name, one in self.__dict__.items() if name in kept}
+    def _read_again(self) -> None:
+        """Forget what followed from the observations."""
+        self.__dict__ = {"problem": self.problem, "options": self.options, "_seen": self._seen}
 
     def learn_data(
         self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None

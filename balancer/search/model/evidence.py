@@ -59,17 +59,17 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
         at_rest=tuple(read_points(at_rest, position, slower=slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_memory(store, position, solo, explored),
-        rounds=sum(1 for one in rounds if not isinstance(one, Failed) or store.final(one)),
+        rounds=len(rounds),
         lost=_lost(store, position, seen),
         alone_in_passes=tuple(read_points(in_passes, position, slower=slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
-        undivided=any(_blames_passes(store, position, one) for one in seen),
+        undivided=any(_blames_passes(position, one) for one in seen),
     )
 
 
-def _blames_passes(store: Observations, position: int, seen: Observation) -> bool:
+def _blames_passes(position: int, seen: Observation) -> bool:
     """True if a probe failed for good with this device's share in passes, which the workload may not support."""
-    failed = isinstance(seen, Failed) and seen.cause != "device" and store.final(seen)
+    failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
@@ -118,7 +118,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     """True if the device failed alone, for good, at a larger batch than it ran: some kernels have such a limit."""
     layout, ran = seen.probe.layout, store.largest_alone(position)
     alone = layout.active == (position,) and seen.cause != "device" and not layout.in_passes
-    return alone and store.final(seen) and ran >= 1 and layout.shares[position] > ran
+    return alone and ran >= 1 and layout.shares[position] > ran
 
 
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
@@ -130,7 +130,7 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     if gone := store.why_gone(position):
         return gone
     for one in explored:
-        if not isinstance(one, Failed) or not store.final(one) or _blames_passes(store, position, one):
+        if not isinstance(one, Failed) or _blames_passes(position, one):
             continue
         active = one.probe.layout.active
         if one.devices != (position,) and active != (position,):

@@ -34,18 +34,16 @@ class MemoryOfOthers:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, -1 before it; bytes)
 
-    def note(self, seen: Timed | OutOfMemory) -> bool:
-        """Take an observation; whether others hold more or less by it."""
+    def note(self, seen: Timed | OutOfMemory) -> None:
+        """Take an observation."""
         probe = seen.probe
         if not seen.short_bytes:
-            return False
+            return
         turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
-        before = {position: self.held(position) for position in range(len(probe.layout.shares))}
         for position, share in enumerate(probe.layout.shares):
             size = held_by_others(position, seen)
             if share or size:
                 self._seen[position] = max(self._seen.get(position, (-1, 0)), (turn, size))
-        return any(self.held(position) != size for position, size in before.items())
 
     def held(self, position: int) -> int:
         """The bytes of a device that others hold."""
