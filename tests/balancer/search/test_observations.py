@@ -80,9 +80,8 @@ def test_what_says_nothing_new_changes_nothing() -> None:
         found.add(one)
     found.add(full(probe(Layout("solo", (0, 0)))))
     assert found.in_stage("solo") == [timed(alone(8))]
-    assert found.explored_version == 1
     found.add(timed(alone(64)))
-    assert len(found.all_timed()) == found.explored_version == 2
+    assert len(found.all_timed()) == 2
 
 
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
@@ -102,16 +101,6 @@ def test_a_failure_is_open_until_it_had_its_tries() -> None:
     assert found.open_failures() == []
     unsupported = store(failed(at, 0, cause="unsupported"))
     assert unsupported.open_failures() == []
-
-
-def test_exploration_alone_and_what_breaks_are_read_anew() -> None:
-    """A turn of the race that ran says nothing new of devices."""
-    found = store(timed(alone(8)))
-    before = found.explored_version
-    found.add(timed(probe(SPLIT, "race")))
-    assert found.explored_version == before
-    found.add(full(probe(SPLIT, "race", 1), 0))
-    assert found.explored_version > before
 
 
 # ---------------------------------------------------------------------- costs
