@@ -156,14 +156,15 @@ class Others:
 
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank waits for one that has ended, and still does after a while."""
-        computed, notes = self._compute(), list(self.notes.values())
+        notes = list(self.notes.values())
+        computed = self._compute() if any(note.words != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
             return False
-        own, failed = count_exchanges(), any(note.words != "" for note in notes)
         if leaves:  # a call in which NCCL waits for all ranks
-            return failed and is_leaving()
+            return computed is not None and is_leaving()
+        own = count_exchanges()
         waits = any(own.get(name, 0) > count for note in notes for name, count in note.exchanges.items())
-        return waits or (failed and computed.is_alive())
+        return waits or (computed is not None and computed.is_alive())
 
     def _end(self) -> None:
         """End this process, with the error that its own thread is stuck in, if there is one."""
