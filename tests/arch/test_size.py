@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-
-import pytest
+from collections.abc import Callable
 
 from tests.support.sources import PACKAGES, REPO, files, nodes, parsed
 
@@ -36,13 +35,17 @@ def test_functions_are_short() -> None:
     assert sorted(lengths.values())[len(lengths) * 9 // 10] <= NINTH_TENTH
 
 
-@pytest.mark.parametrize("way", MOST_RETURNS)
-def test_a_way_comes_back_to_few_files(way: str) -> None:
-    """The child prints each stop; `<-` is before those in a file that had been left."""
-    if way == "split":
-        pytest.importorskip("torch")
+def check(way: str, walked: str) -> None:
+    """`<-` is before a stop in a file that had been left; the number of these is the last line."""
     most, end = MOST_RETURNS[way]
-    command = [sys.executable, "-m", "tests.support.walk", way]
-    walked = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout
     assert end in walked
     assert int(walked.splitlines()[-1]) <= most, walked
+
+
+def test_a_request_s_way_to_its_session_comes_back_to_few_files() -> None:
+    command = [sys.executable, "-m", "tests.support.walk", "balance"]
+    check("balance", subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_the_way_to_a_weighted_gradient_comes_back_to_few_files(trainer_ranks: Callable[..., list[str]]) -> None:
+    check("split", trainer_ranks("tests.support.walk.save_split", world=2)[0])

@@ -13,8 +13,7 @@ CURVES = recorded.curves(RECORDS.values())
 NOISE_COSTS = 0.03  # beyond the tolerance: curves are of few points, and each step has half a per cent of noise
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(RECORDS)])
 def test_the_search_ends_near_the_best_of_the_recorded_curves(name: str, seed: int) -> None:
     """Within the tolerance that was asked for and a little more, on every recorded machine."""
     record = RECORDS[name]

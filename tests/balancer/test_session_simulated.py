@@ -163,8 +163,7 @@ def test_where_keeping_in_step_costs_too_much_the_advice_is_one_device_and_why(t
     assert re.search(r"Use SIM:0 alone.*loses \d+ %, because synchronizing the devices costs \d+ ms", finished.verdict)
 
 
-@pytest.mark.parametrize("cut", range(1, 27))
-def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_run(tmp_path: Path, cut: int) -> None:
+def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_run(tmp_path: Path) -> None:
     """No journalled probe is measured again, and the plan is the same to the last digit."""
     machine = tmp_path / "machine.toml"
     machine.write_text(COSTLY.replace("400.0", "20.0"))
@@ -172,14 +171,15 @@ def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_ru
     whole = ended(drive(request))
     path = runs.journal_path(whole.run)
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:cut]) + b'{"entry":"seen","se')
-    before = [entry.seen.probe for entry in journal.read(path).seen]
-    events = drive(Request(), resume=whole.run[:-1])
-    assert isinstance(events[0], Started)
-    assert events[0].replayed == len(before)
-    assert not set(before) & set(observed(events))
-    assert ended(events).plan == whole.plan
-    assert ended(events).verdict == whole.verdict
+    for cut in range(1, len(lines)):
+        path.write_bytes(b"".join(lines[:cut]) + b'{"entry":"seen","se')
+        before = [entry.seen.probe for entry in journal.read(path).seen]
+        events = drive(Request(), resume=whole.run[:-1])
+        assert isinstance(events[0], Started)
+        assert events[0].replayed == len(before), cut
+        assert not set(before) & set(observed(events)), cut
+        assert ended(events).plan == whole.plan, cut
+        assert ended(events).verdict == whole.verdict, cut
 
 
 def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:

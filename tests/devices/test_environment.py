@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,37 +142,11 @@ def test_a_capped_process_fails_to_allocate_and_lives_on() -> None:
     assert done.stdout == "caught\n"
 
 
-GROWING = """
-import torch
-from evener.system.cores import cap_address_space
-
-layer = torch.nn.Conv2d(8, 64, 3, padding=1)
-cap_address_space(room)
-fitted, n = 0, 128
-while n < 8192:
-    try:
-        layer(torch.ones(n, 8, 28, 28)).mean().backward()
-    except RuntimeError:
-        break
-    fitted, n = n, n * 2
-layer(torch.ones(128, 8, 28, 28)).mean().backward()
-print(fitted, n)
-"""
-
-
 @pytest.mark.slow
-def test_a_limited_slice_ends_in_an_error_that_torch_raises() -> None:
+def test_a_limited_slice_ends_in_an_error_that_torch_raises(
+    trainer_ranks: Callable[..., Any],
+) -> None:
     """Batches double until 256 MiB are full; torch says so, and a smaller batch runs afterwards."""
     made = child_environment([slice_of(0, Limit(memory_bytes=256 << 20))], "torch")
-    folder = str(Path(sys.modules[cap_address_space.__module__].__file__ or "").parents[1])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", f"room = {made.address_space_bytes}\n{GROWING}"],
-        env={**os.environ, **made.variables, "PYTHONPATH": folder},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    fitted, failed = map(int, done.stdout.split())
+    ((fitted, failed),) = trainer_ranks("tests.support.limited_slice.grow", made.address_space_bytes)
     assert 128 <= fitted < failed < 8192

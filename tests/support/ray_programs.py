@@ -23,33 +23,23 @@ def sample_batch(n):
     return torch.ones(n, sizes.INPUTS), torch.ones(n, 4)
 """
 
-LAUNCHED = """
-import json, os, sys, time
-from pathlib import Path
-config = json.loads(os.environ["TF_CONFIG"])
-place = [os.environ["EVENER_HOST"], os.environ["EVENER_DEVICE"]]
-number = config["task"]["index"]
-written = Path(sys.argv[1], "new" + str(number))
-written.write_text(json.dumps({"place": place, "workers": config["cluster"]["worker"]}))
-written.rename(Path(sys.argv[1], f"{number}.json"))
-print("hello", flush=True)
-while len(list(Path(sys.argv[1]).glob("*.json"))) < 3:
-    time.sleep(0.05)
-sys.exit({0: 0, 1: 7}[number] if number < 2 else time.sleep(600))
-"""
-
 SURVIVING = """
 import json, os, sys, time
 from pathlib import Path
 from evener.training.launched import launched_plan
 config = json.loads(os.environ["TF_CONFIG"])
-workers = config["cluster"]["worker"]
-name = f"{len(workers)} {os.environ['EVENER_HOST']}"
+workers, index = config["cluster"]["worker"], config["task"]["index"]
+place = [os.environ["EVENER_HOST"], os.environ["EVENER_DEVICE"]]
 plan = Path(launched_plan("plan.toml")).read_text()
-written = Path(sys.argv[1], name + ".new")
-written.write_text(json.dumps({"plan": plan, "workers": workers, "index": config["task"]["index"]}))
-written.rename(Path(sys.argv[1], name + ".json"))
-time.sleep(600 if len(workers) == 3 else 0)
+written = Path(sys.argv[1], f"{len(workers)} {index}.new")
+written.write_text(json.dumps({"plan": plan, "workers": workers, "place": place}))
+written.rename(written.with_suffix(".json"))
+print("hello", flush=True)
+while len(workers) == 3 and index == 1:
+    if len(list(Path(sys.argv[1]).glob("3*.json"))) == 3:
+        sys.exit(7)
+    time.sleep(0.05)
+time.sleep(600)
 """
 
 WAITING = """
@@ -67,9 +57,9 @@ main()
 
 
 def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
-    """A plan for these devices of hosts, with 1, 5 and 2 rows."""
+    """A plan for these devices of hosts, with 1, 5, 2 and 2 rows."""
     shares = tuple(Share(name, i, "EPYC", 0, 0.0, host=host) for i, (name, host) in enumerate(devices))
-    layout = make_layout("split" if len(shares) > 1 else "solo", shares, (1, 5, 2)[: len(shares)])
+    layout = make_layout("split" if len(shares) > 1 else "solo", shares, (1, 5, 2, 2)[: len(shares)])
     return Plan(
         created="2026-11-22T12:00:00Z",
         workload="torch_mnist",

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 from types import CodeType, FrameType
 
 from evener.balancer.session import Session
@@ -90,19 +91,11 @@ def walk_balance(walk: Walk, devices: str = "sim:gtx1080ti,gtx1080") -> None:
 
 
 def walk_split(walk: Walk) -> None:
-    """Walk from Split to the end of the first backward pass; the other rank is a process of its own."""
+    """Walk from Split to the end of the first backward pass, as one of the ranks of an environment."""
     import torch
 
     from evener.torch_split import Split
 
-    from .torch_start import free_port, rank_environment
-
-    other = None
-    if "RANK" not in os.environ:
-        ranks = {**rank_environment(), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, "-m", "tests.support.walk", "split"]
-        other = subprocess.Popen(command, env={**os.environ, **ranks, "RANK": "1"}, stdout=subprocess.DEVNULL)
-        os.environ.update(ranks, RANK="0")
     rows = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
     sys.setprofile(walk.see)
     split = Split(ratios=[3, 1], global_batch=8)
@@ -111,21 +104,45 @@ def walk_split(walk: Walk) -> None:
         (model(inputs) - targets).square().mean().backward()
         sys.setprofile(None)
     split.close()
-    if other is not None:
-        assert other.wait() == 0
+
+
+def save_split(folder: Path, rank: int) -> None:
+    """The report of `walk_split`, as a rank of a RankServer."""
+    import torch
+
+    walk_split(walk := Walk())
+    torch.save(report(walk), folder / f"{rank}.pt")
+
+
+def start_split(walk: Walk) -> None:
+    """`walk_split` on two ranks, of which the other one is a process of its own."""
+    from .torch_start import free_port, rank_environment
+
+    if "RANK" in os.environ:
+        walk_split(walk)
+        return
+    ranks = {**rank_environment(), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.support.walk", "split"]
+    other = subprocess.Popen(command, env={**os.environ, **ranks, "RANK": "1"}, stdout=subprocess.DEVNULL)
+    os.environ.update(ranks, RANK="0")
+    walk_split(walk)
+    assert other.wait() == 0
+
+
+def report(walk: Walk) -> str:
+    """Each stop, `<-` before a return, then what was called back, and the number of returns last."""
+    been, lines = set[str](), []
+    for file, functions in walk.stops:
+        lines.append(" ".join(["<-" if file in been else "  ", file, *functions]))
+        been.add(file)
+    return "\n".join([*lines, *(f"called back: {each}" for each in walk.hooks), str(walk.returns())])
 
 
 def main(way: str = "balance", *words: str) -> None:
-    """Print each stop, `<-` before a return, then what was called back, and the number of returns last."""
+    """Print the report of a way."""
     walk = Walk()
-    {"balance": walk_balance, "split": walk_split}[way](walk, *words)
-    been = set[str]()
-    for file, functions in walk.stops:
-        print("<-" if file in been else "  ", file, *functions)
-        been.add(file)
-    for each in walk.hooks:
-        print("called back:", each)
-    print(walk.returns())
+    {"balance": walk_balance, "split": start_split}[way](walk, *words)
+    print(report(walk))
 
 
 if __name__ == "__main__":

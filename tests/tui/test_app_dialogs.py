@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from textual.events import MouseScrollDown
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from evener.balancer.session_state import SessionState
 from evener.balancer.store import runs
@@ -19,7 +19,7 @@ from evener.tui.screens.runs import RunPanel
 from evener.tui.view.cells import cells
 from evener.tui.widgets.lines import Lines
 from evener.tui.widgets.lists import OneOf, Ticks
-from tests.support.pilots import asks, open_form, open_runs, text, until
+from tests.support.pilots import open_form, open_runs, text, until
 
 NOBODY = "~nobody-of-that-name/plan.toml"
 
@@ -127,58 +127,23 @@ async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -
         assert app.balance.run == "20260101-000000-abcd"
 
 
-async def test_an_own_workload_needs_a_name(app_of: Any) -> None:
-    """Ticked and not named, nothing else is measured in its place."""
-    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        app.screen.query_one("#pick-workload").focus()
-        await pilot.press("end", "space", "ctrl+s")
-        assert "No workload of your own is named" in text(app, "#problem")
-        assert not app.balance.active
-
-
-@pytest.mark.parametrize(("imported", "presses", "framework"), [("torch", 0, "torch"), ("keras", 2, "torch")])
-async def test_a_typed_workload_runs_in_its_framework(
-    app_of: Any, searches: Any, own_folder: Path, imported: str, presses: int, framework: str
-) -> None:
+async def test_a_typed_workload_runs_in_its_framework(app_of: Any, searches: Any, own_folder: Path) -> None:
     """Its name ticks it; the framework is the one that its file imports, or the one that the form says."""
-    (own_folder / "train.py").write_text(f"import {imported}\ndef build(): ...\n")
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
-        app.screen.query_one("#own", Input).value = "train.py:build"
         workloads = app.screen.query_one("#pick-workload", Ticks)
-        await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
-        app.screen.query_one("#framework", OneOf).focus()
-        await pilot.press(*["right"] * presses, "ctrl+s")
-        await until(pilot, lambda: searches.requests, "the search")
-        assert (searches.requests[0].workload, searches.requests[0].framework) == ("train.py:build", framework)
-        await until(pilot, lambda: app.balance.ended, "its end")
-
-
-async def test_a_wrong_number_is_named_as_its_field_is(app_of: Any) -> None:
-    app = app_of()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        app.screen.query_one("#max_global_batch", Input).value = "many"
-        await pilot.press("ctrl+s")
-        assert "max global batch 'many' is not a whole number" in text(app, "#problem")
-        label = app.screen.query_one("#row-max_global_batch .label", Static)
-        assert str(label.content) == "!max global batch"
-        await until(pilot, lambda: app.screen.focused.id == "max_global_batch", "the focus")
-
-
-async def test_the_palette_s_quit_asks_while_a_search_goes_on(app_of: Any, events: Any, session_of: Any) -> None:
-    """As the key does."""
-    app = app_of(session_maker=lambda _: session_of(events, hold=True))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        await pilot.press("ctrl+s")
-        await until(pilot, lambda: app.balance.probes == 6, "the measurements")
-        await pilot.press("ctrl+p", *"quit", "down", "enter")
-        await until(pilot, lambda: asks(app, "y"), "the question")
-        await pilot.press("y")
+        for name, imported, presses in (("first.py", "torch", 0), ("second.py", "keras", 2)):
+            (own_folder / name).write_text(f"import {imported}\ndef build(): ...\n")
+            app.screen.query_one("#own", Input).value = f"{name}:build"
+            await until(pilot, lambda: workloads.ticked == {workloads.count - 1}, "the tick")
+            app.screen.query_one("#framework", OneOf).focus()
+            await pilot.press(*["right"] * presses, "ctrl+s")
+            await until(pilot, lambda: app.balance.ended, "the search's end")
+            assert (searches.requests[-1].workload, searches.requests[-1].framework) == (f"{name}:build", "torch")
+            await pilot.press("n")
+            await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form again")
+        assert len(searches.requests) == 2
 
 
 def _make_runs(count: int) -> None:
@@ -192,15 +157,3 @@ def _make_runs(count: int) -> None:
             assert list(session.events())
         finally:
             session.close()
-
-
-async def test_only_the_focused_list_shows_its_cursor(app_of: Any) -> None:
-    """Two cursors would leave open where the keys go."""
-    app = app_of()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        app.screen.query_one("#pick-devices").focus()
-        await until(pilot, lambda: "▸" in text(app, "#pick-devices"), "the cursor")
-        app.screen.query_one("#pick-workload").focus()
-        await until(pilot, lambda: "▸" in text(app, "#pick-workload"), "the cursor moves")
-        assert "▸" not in text(app, "#pick-devices")

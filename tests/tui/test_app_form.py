@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ MISSING = RequestError("There is no file nope.py.", "Check the path.")
 
 def _label(app: Any, field: str) -> str:
     return str(app.screen.query_one(f"#row-{field} .label", Static).content)
+
+
+def _has_focus(app: Any, field: str) -> bool:
+    return app.screen.focused is not None and app.screen.focused.id == field
 
 
 def test_a_complaint_is_in_the_form_s_words() -> None:
@@ -67,6 +72,34 @@ async def test_a_start_that_fails_stays_in_the_form(app_of: Any, fault: Exceptio
         await until(pilot, lambda: app.screen.focused is not None and app.screen.focused.id == field, "the focus")
 
 
+async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any) -> None:
+    """A number, no device, a workload of one's own that has no name."""
+    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await open_form(pilot)
+        for field, label in (("global_batch", "global batch"), ("max_global_batch", "max global batch")):
+            app.screen.query_one(f"#{field}", Input).value = "many"
+            await pilot.press("ctrl+s")
+            assert f"{label} 'many' is not a whole number" in text(app, "#problem")
+            assert _label(app, field) == f"!{label}"
+            await until(pilot, partial(_has_focus, app, field), "the focus")
+            app.screen.query_one(f"#{field}", Input).value = ""
+        app.screen.query_one("#pick-devices").focus()
+        await until(pilot, lambda: "▸" in text(app, "#pick-devices"), "the cursor")
+        await pilot.press("space", "down", "space", "ctrl+s")
+        assert "No device is chosen" in text(app, "#problem")
+        await pilot.press("space", "up", "space")
+        app.screen.query_one("#pick-workload").focus()
+        await until(pilot, lambda: "▸" in text(app, "#pick-workload"), "the cursor moves")
+        assert "▸" not in text(app, "#pick-devices"), "two cursors would leave open where the keys go"
+        await pilot.press("end", "space", "ctrl+s")
+        assert "No workload of your own is named" in text(app, "#problem"), "nothing else is measured in its place"
+        app.screen.query_one("#budget", Input).focus()
+        await pilot.press("enter")
+        await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
+        assert not app.balance.active
+
+
 async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, events: Any, session_of: Any) -> None:
     app = app_of(session_maker=lambda _: session_of(events))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -79,16 +112,6 @@ async def test_a_wrong_field_is_marked_until_the_form_is_right(app_of: Any, even
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the end")
         assert _label(app, "budget") == " budget"
-
-
-async def test_enter_in_a_field_goes_on_to_the_next(app_of: Any) -> None:
-    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        app.screen.query_one("#budget", Input).focus()
-        await pilot.press("enter")
-        await until(pilot, lambda: app.screen.focused.id == "global_batch", "the next field")
-        assert not app.balance.active
 
 
 async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: Any) -> None:
@@ -111,21 +134,7 @@ def _key(sign: str) -> Key:
     return Key(sign, sign)
 
 
-async def test_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
-    app = app_of(session_maker=searches)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await open_form(pilot)
-        assert not app.screen.query_one("#row-layouts").display
-        app.screen.query_one("#task", OneOf).action_change(1)
-        app.screen.query_one("#share", OneOf).action_change(1)
-        await until(pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison")
-        await pilot.press("ctrl+s")
-        await until(pilot, lambda: app.balance.ended, "its end")
-        assert searches.requests[0].share
-        assert searches.requests[0].compare.families == tuple(FAMILIES)
-
-
-async def test_efficiency_and_what_it_may_cost_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
+async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(app_of: Any, searches: Any) -> None:
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -142,6 +151,18 @@ async def test_efficiency_and_what_it_may_cost_are_asked_for_in_the_form(app_of:
         await until(pilot, lambda: len(searches.requests) == 2, "the second search")
         asked = [(request.objective, request.max_slowdown) for request in searches.requests]
         assert asked == [("throughput", 0.1), ("samples-per-joule", 0.05)]
+        assert not searches.requests[1].share
+        await until(pilot, lambda: app.balance.ended, "its end")
+        await pilot.press("n")
+        await until(pilot, lambda: app.screen.query_one("#switch").current == "setup", "the form once more")
+        assert not app.screen.query_one("#row-layouts").display
+        app.screen.query_one("#task", OneOf).action_change(1)
+        app.screen.query_one("#share", OneOf).action_change(1)
+        await until(pilot, lambda: app.screen.query_one("#row-layouts").display, "the field of a comparison")
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: len(searches.requests) == 3, "the comparison")
+        assert searches.requests[2].share
+        assert searches.requests[2].compare.families == tuple(FAMILIES)
 
 
 def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:

@@ -203,6 +203,9 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, t
         app.screen.query_one("#engine").focus()
         await pilot.press("right", "right", "ctrl+s")
         await until(pilot, lambda: app.balance.ended, "the verdict")
+        loads = [load for load in app.publisher.loads if load]
+        assert loads[0]["gpu-0"][0] == 683.0, "probes load the simulated devices"
+        assert app.publisher.loads[-1] == {}
         (request,) = searches.requests
         assert (request.devices, request.global_batch, request.engine) == ("gpu:0,1", 512, "multiworker")
         await until(pilot, lambda: "18 % faster than even" in text(app, "#search"), "the verdict's words")
@@ -218,13 +221,21 @@ async def test_a_search_from_form_to_exported_plan(app_of: Any, searches: Any, t
         assert load_plan(target).batches == (820, 568)
 
 
-async def test_a_search_is_paused_stopped_and_its_plan_kept(app_of: Any, events: Any, session_of: Any) -> None:
+async def test_a_search_shows_its_devices_is_paused_stopped_and_its_plan_kept(
+    app_of: Any, events: Any, session_of: Any, script: Any
+) -> None:
+    """Utilisation and temperature of each device stand beside what is measured on it, tick by tick."""
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await until(pilot, lambda: "61°C" in text(app, "#lanes"), "the devices' readings")
+        hot = script.sample(0, temperature_celsius=value(83), utilization_percent=value(7))
+        app.publisher.push(script.snapshot(devices=(hot, script.sample(1))))
+        await until(pilot, lambda: "83°C" in text(app, "#lanes"), "the next tick")
+        assert "7 %" in text(app, "#lanes")
         await pilot.press("p")
         assert app.balance.paused
         await pilot.press("p", "x")
@@ -241,6 +252,10 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
         await _ready(pilot)
         await pilot.press("2", "ctrl+s")
         await until(pilot, lambda: app.balance.probes == 6, "the measurements")
+        await pilot.press("ctrl+p", *"quit", "down", "enter")
+        await until(pilot, lambda: asks(app, "y"), "the question, from the palette too")
+        await pilot.press("n")
+        await until(pilot, lambda: not asks(app, "y"), "the search again")
         await pilot.press("q")
         await until(pilot, lambda: asks(app, "y"), "the question")
         assert "stop" not in session.calls
@@ -248,34 +263,6 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
     assert "stop" in session.calls
     assert session.calls[-1] == "close"
     assert app.publisher.stopped
-
-
-async def test_probes_load_the_simulated_devices(app_of: Any, events: Any, session_of: Any) -> None:
-    app = app_of(session_maker=lambda _: session_of(events))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await _ready(pilot)
-        await pilot.press("2", "ctrl+s")
-        await until(pilot, lambda: app.balance.ended, "the end")
-        loads = [load for load in app.publisher.loads if load]
-        assert loads[0]["gpu-0"][0] == 683.0
-        assert app.publisher.loads[-1] == {}
-
-
-async def test_a_wrong_form_says_what_is_wrong_and_starts_nothing(app_of: Any) -> None:
-    app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await _ready(pilot)
-        await pilot.press("2")
-        await until(pilot, lambda: "[x] GPU:1" in text(app, "#pick-devices"), "the devices")
-        app.screen.query_one("#global_batch", Input).value = "many"
-        await pilot.press("ctrl+s")
-        assert "is not a whole number" in text(app, "#problem")
-        app.screen.query_one("#global_batch", Input).value = ""
-        app.screen.query_one("#pick-devices").focus()
-        await until(pilot, lambda: app.screen.focused.id == "pick-devices", "the list")
-        await pilot.press("space", "down", "space", "ctrl+s")
-        assert "No device is chosen" in text(app, "#problem")
-        assert not app.balance.active
 
 
 async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_deleted(
@@ -339,7 +326,7 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
         await _ready(pilot)
         for mode in ("1", "2", "3"):
             await pilot.press(mode)
-            for size in ((1, 1), (200, 60), (2, 50), (300, 3), (40, 10), (120, 40)):
+            for size in ((1, 1), (200, 60), (2, 50), (40, 10), (120, 40)):
                 await pilot.resize_terminal(*size)
                 app.publisher.push(script.snapshot(16))
         await pilot.press("1")
@@ -356,19 +343,6 @@ async def test_ascii_draws_nothing_else(app_of: Any) -> None:
             rows = [row for strip in app.screen._compositor.render_strips() for row in [strip.text]]
             beyond = {sign for row in rows for sign in row if not sign.isascii()}
             assert not beyond, f"screen {mode} draws {beyond}"
-
-
-async def test_a_search_shows_how_its_devices_are(app_of: Any, events: Any, session_of: Any, script: Any) -> None:
-    """Utilisation and temperature of each device beside what is measured on it, tick by tick."""
-    app = app_of(session_maker=lambda _: session_of(events, hold=True))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await _ready(pilot)
-        await pilot.press("2", "ctrl+s")
-        await until(pilot, lambda: "61°C" in text(app, "#lanes"), "the devices' readings")
-        hot = script.sample(0, temperature_celsius=value(83), utilization_percent=value(7))
-        app.publisher.push(script.snapshot(devices=(hot, script.sample(1))))
-        await until(pilot, lambda: "83°C" in text(app, "#lanes"), "the next tick")
-        assert "7 %" in text(app, "#lanes")
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:

@@ -105,16 +105,10 @@ def terminal(tmp_path: Path) -> Iterator[Open]:
         one.close()
 
 
-def test_quitting_leaves_the_terminal_as_it_was(terminal: Open) -> None:
-    one = terminal(RUN.format(devices="sim:gtx1080ti,gtx1080"))
-    one.read_until(b"GTX 1080 Ti")
-    one.press(b"q")
-    assert one.wait() == 0
-    assert one.seen.rindex(ALTERNATE_SCREEN_OFF) > one.seen.rindex(ALTERNATE_SCREEN_ON)
-
-
 @pytest.mark.parametrize("redirect", ["2>{file}", "2>&-"])
-def test_the_app_draws_on_the_terminal_wherever_stderr_goes(terminal: Open, tmp_path: Path, redirect: str) -> None:
+def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
+    terminal: Open, tmp_path: Path, redirect: str
+) -> None:
     """Textual draws on stderr; a log file must not get the screen, and what is printed there must reach it."""
     log = tmp_path / "err.log"
     code = "import sys; from evener.tui.cli.main import main; code = main(['-d', 'sim:gtx1080ti']); "
@@ -127,10 +121,9 @@ def test_the_app_draws_on_the_terminal_wherever_stderr_goes(terminal: Open, tmp_
         assert log.read_text() == "after\n"
 
 
-@pytest.mark.parametrize("devices", ["sim:gtx1080ti,gtx1080", "cpu"])
-def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open, devices: str) -> None:
+def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> None:
     """The app has a session of its own here, so that nobody tells it; its writer would wait for ever."""
-    one = terminal(RUN.format(devices=devices))
+    one = terminal(RUN.format(devices="cpu"))
     one.read_until(b"Monitor")
     os.close(one.primary)
     one.primary = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Asked in another way, a search does no worse: pairs of whole runs on machines of several families.
+"""Asked in another way, a search does no worse: pairs of whole runs on machines of every second family.
 
 `python -m benchmarks.search --families hard --laws` tries all families, and other seeds.
 """
@@ -14,8 +14,7 @@ FAMILIES = ("default", "contention80", "hosts", "memory_bend", "concave", "small
 SEED = 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("law", "family"), [(law, one) for i, law in enumerate(LAWS) for one in FAMILIES[i % 2 :: 2]])
 def test_a_pair_of_searches_keeps_the_law(law: str, family: str) -> None:
     for case in hard.cases(family, SEED):
         loss = LAWS[law](case) or 0.0
