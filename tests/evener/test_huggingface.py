@@ -23,9 +23,11 @@ from tests.support.rank_server import run_on_gpus
 
 PROGRAMS = "tests.support.huggingface_programs"
 TWO, THREE = ((6, 2), (2, 2)), ((5, 2, 1), (3, 2, 1))  # shares, and rows of a pass: 3 to 1 passes, and 2 to 1 to 1
-THREE_RANKS = ("tokens", "resumed", "rows, rebalanced", "resumed in other shards")
+THREE_RANKS = ("tokens", "resumed in other shards")
 NAMES = (
     *THREE_RANKS,
+    "resumed",
+    "rows, rebalanced",
     "rows, accumulated, drop last",
     "tokens, in shards",
     "tokens, accumulated, cosine",

@@ -86,13 +86,13 @@ PROGRAMS = {
     ),
     "tokens without a mean over ranks": Program(rows=21, arguments={**ADAM, "average_tokens_across_devices": False}),
     "bf16": Program("float32", 21, {**ADAM, "optim": "sgd", "bf16": True}),
-    "resumed": Program(rows=29, arguments={**ADAM, **TWICE}, resume_after=6, three_ranks=True),
+    "resumed": Program(rows=29, arguments={**ADAM, **TWICE}, resume_after=6),
     "tokens by cost": Program(rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_cost=True),
     "rows by cost": Program("own loss", 17, ADAM, by_cost=True),
     "tokens, rebalanced": Program(
         rows=37, arguments={**ADAM, "gradient_accumulation_steps": 2, "num_train_epochs": 3}, rebalance=True
     ),
-    "rows, rebalanced": Program("plain", 29, {**ADAM, **TWICE}, three_ranks=True, rebalance=True),
+    "rows, rebalanced": Program("plain", 29, {**ADAM, **TWICE}, rebalance=True),
     "tokens, in shards": Program(rows=21, arguments={**ADAM, "gradient_accumulation_steps": 2}, by_memory=True),
     "resumed in other shards": Program(
         rows=29, arguments={**ADAM, **TWICE}, resume_after=6, three_ranks=True, by_memory=True

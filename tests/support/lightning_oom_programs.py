@@ -160,7 +160,7 @@ CASES = {
     "columns": Case(lambda: Named(False), loader={"collate_fn": name_columns}),
     "tokens": Case(Tokens, {"accumulate_grad_batches": 2}, loader={"collate_fn": pad_texts}, texts=True),
     "validated": Case(lambda: Module(False), {"val_check_interval": 2}, validate=True),
-    "compiled": Case(lambda: Silent(False), compiled=True),
+    "compiled": Case(lambda: Silent(False), rows=17, compiled=True),
     "skipped": Case(lambda: Skips(False), rows=45),
     "resumed": Case(lambda: Module(False), resume_after=6),
     "bf16": Case(lambda: Module(False).float(), {"precision": "bf16-mixed"}, within=0.05),

@@ -71,7 +71,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(monkeypatch: pyt
 
 
 @pytest.fixture
-def planned(own_folder: Path) -> tuple[Plan, list[Observation]]:
+def planned(own_folder: Path, quick_probes: None, shared_servers: None) -> tuple[Plan, list[Observation]]:
     """The plan after a whole step in shards, for slices of 30 and 10 MiB by the ledger, and all measurements."""
     workload = f"{shard_workload.__file__}:build"
     slices = "cpu/2:0@30MiB,cpu/2:1@10MiB"
