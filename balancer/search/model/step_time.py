@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, combinations
 from statistics import median
 
@@ -31,6 +32,7 @@ WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
+CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds (CPU of ask)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
 
@@ -77,7 +79,11 @@ class Hinge(msgspec.Struct, frozen=True):
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
     """The curve that explains the points; None without any. `among` devices share a step: see `Stairs.curve`."""
-    found = list(points)
+    return _fit_points(tuple(points), among)
+
+
+@lru_cache(CURVES_KEPT)
+def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     merged = merge_points(found)
     if not merged:
         return None
@@ -93,7 +99,7 @@ def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
 
 def read_stairs(points: Iterable[Point]) -> Stairs | None:
     """The stairs that explain the points; None if none do."""
-    return fit_stairs(merge_points(points, 0.0))
+    return fit_stairs(tuple(merge_points(points, 0.0)))
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
@@ -245,7 +251,8 @@ class Stairs(msgspec.Struct, frozen=True):
         return early, max(early, late)
 
 
-def fit_stairs(points: Sequence[Point]) -> Stairs | None:
+@lru_cache(CURVES_KEPT)
+def fit_stairs(points: tuple[Point, ...]) -> Stairs | None:
     """The highest stairs that explain points in rising batch; None if none do, or the points are too few to tell."""
     if len(points) < FEWEST:
         return None
