@@ -14,7 +14,6 @@ from ..objectives import Objective, find_objective
 from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
 from .layouts import NO_CURVE, same_measurement, split_evenly
-from .model.memory import UNBOUNDED
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions
@@ -166,29 +165,28 @@ class RowDevices(Predictions):
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """The smallest batches within parts of the tolerance, each once the one before has turned out to be too slow.
 
-        Where exploration has measured the smallest good batch, another one like it isn't worth a race. Once a winner
-        was checked none is: of more and more near the tolerance's edge one was lucky (recorded maxer).
+        Where exploration has measured the smallest good batch, another one like it isn't worth a race. Once a check has
+        confirmed a good one, none is: of more and more near the tolerance's edge one was lucky (recorded maxer).
         """
         ran = {one.probe.layout for one in (*self.seen.timed_race(), *self.at_rest.values())}
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)
-        checked = self.seen.in_stage("check")
         for part in PARTS:
             wanted = self.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
             layout = self._as_raced(self.layout(wanted), turns)
-            most = UNBOUNDED if checked else layout.global_batch
-            if layout not in turns and (good := self._smallest_within(turns, leader, most)):
+            if layout not in turns and (good := self._smallest_within(turns, leader, layout.global_batch)):
                 layout = good
             yield layout
             if layout not in turns or is_tolerable(turns[layout], leader, self.problem.tolerance):
                 return
 
     def _smallest_within(self, turns: dict[Layout, Turns], leader: Turns, most: int) -> Layout | None:
-        """The smallest batch up to `most` that is as fast as the tolerance asks; None if no such batch ran."""
+        """The smallest batch, up to `most` or checked, that is as fast as the tolerance asks; None if none ran."""
+        checked = {one.probe.layout for one in self.seen.in_stage("check")}
         enough = (one for one, taken in turns.items() if is_tolerable(taken, leader, self.problem.tolerance))
-        found = [one for one in enough if one.global_batch <= most]
+        found = [one for one in enough if one.global_batch <= most or one in checked]
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
