@@ -117,10 +117,11 @@ class SoloStage:
 
     def _cheap_round(self) -> tuple[Probe, ...]:
         """The even share of a fixed batch that may not fit, the middle of a gap that may hide a peak, or a look."""
-        wanted = {i: self._even_share(i) or self._gap_at_best(i) or self._look(i) for i in self._model.live}
-        costs = {i: self._seconds(i, batch) for i, batch in wanted.items() if self._is_new(i, batch)}
-        cheap = {i: wanted[i] for i, cost in costs.items() if self._has_time(cost) and self._budget.cheap(cost)}
-        return self._round(self._with_the_others(cheap)) if cheap else ()
+        wanted = {i: self._even_share(i) or self._gap_at_best(i) or self._look(i) for i in self._worth_a_split}
+        wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
+        costs = [self._seconds(i, batch) for i, batch in wanted.items()]
+        cheap = wanted and self._has_time(max(costs)) and self._budget.cheap(max(costs))
+        return self._round(self._with_the_others(wanted)) if cheap else ()
 
     def _gap_at_best(self, position: int) -> int:
         """The middle of the wider gap beside the first of the best batches, if it may hide a peak; 0: none."""
@@ -151,10 +152,15 @@ class SoloStage:
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch over devices that may be worth it gives it, if that may fit."""
-        hoped, ran = dict(self._hoped.shares) if self._hoped else {}, self._model.devices[position].memory.ran
-        taking = hoped if len(hoped) > 1 else self._model.live
-        even = (self._problem.global_batch or 0) // len(taking) // self._quantum * self._quantum
-        return even if position in taking and ran < even <= self._far(position) else 0
+        devices, ran = self._worth_a_split, self._model.devices[position].memory.ran
+        even = (self._problem.global_batch or 0) // len(devices) // self._quantum * self._quantum
+        return even if position in devices and ran < even <= self._far(position) else 0
+
+    @property
+    def _worth_a_split(self) -> Sequence[int]:
+        """The devices of the hoped layout, for which the others keep nobody waiting; all if it is of one alone."""
+        hoped = [i for i, _ in self._hoped.shares] if self._hoped else []
+        return hoped if len(hoped) > 1 else self._model.live
 
     def _round(self, batches: dict[int, int]) -> tuple[Probe, ...]:
         return tuple(self._probe(i, batch, self._turn) for i, batch in sorted(batches.items()))
