@@ -122,13 +122,8 @@ class Race:
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
         probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self.options.needs_more_children else 0.0
-        seconds = self._budget.probe_seconds(layout, "race", probes, self._step_to_win(layout), reserved)
+        seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
         return Probe(layout, stage, seconds, FIRST_TURN)
-
-    def _step_to_win(self, layout: Layout) -> float | None:
-        """Seconds of a step as fast as the best: longer than such a probe, the first ends it (useless)."""
-        best = max((throughput(turns).value for turns in self.turns.values() if turns), default=0.0)
-        return layout.global_batch * layout.processes / best if best else None
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
         """The most expected samples/s for each second of the probe come first; a family's extra candidates last."""

@@ -61,7 +61,7 @@ def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
 
 def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
     """Turns are taken A B C A B C; what exploration measured with nothing else at work has had its first."""
-    _, seen = noisy(EQUAL, 0.1, 0, budget_seconds=120.0)
+    _, seen = noisy(EQUAL, 0.1, 3, budget_seconds=120.0)
     turns = [one.probe.turn for one in seen if one.probe.stage == "race"]
     assert turns == sorted(turns)
     assert max(turns) >= 1
