@@ -174,22 +174,13 @@ class SoloStage:
 
     @cached_property
     def _hopes(self) -> tuple[Curve | None, ...]:
-        """Each device's curve as fast as it may be."""
-        return self._between(bends=True)
-
-    @cached_property
-    def _straight(self) -> tuple[Curve | None, ...]:
-        """Each device's curve straight from point to point, or as fitted where that explains them."""
-        return self._between(bends=False)
-
-    def _between(self, bends: bool) -> tuple[Curve | None, ...]:
-        """Curves through the points of indistinguishable devices, with the bends that are hoped for or straight."""
+        """Each device's curve as fast as it may be, by the points of indistinguishable ones."""
         curves: list[Curve | None] = [None] * len(self._model.devices)
         for group in self._model.groups:
             points = [p for i in group for p in self._model.solo_points(i)]
             for i in group:
                 curve = self._model.alone[i]
-                curves[i] = hopeful_curve(points, curve, bends) if curve else None
+                curves[i] = hopeful_curve(points, curve) if curve else None
         return tuple(curves)
 
     @cached_property
@@ -237,18 +228,18 @@ class SoloStage:
         ran = [
             DeviceCurve(i, curve, min(self._model.devices[i].memory.ran, self._far(i)))
             for i in self._model.live
-            if (curve := self._straight[i])
+            if (curve := self._model.alone[i])
         ]
         known = self._fastest([self._in_passes(one) for one in ran])
         if known is None:
             return math.inf
-        errors = (share * curve.error for i, share in wanted.shares if (curve := self._straight[i]))
+        errors = (share * curve.error for i, share in wanted.shares if (curve := self._model.alone[i]))
         error = math.fsum(errors) / wanted.global_batch
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, position: int, share: int) -> bool:
         """Whether a share lies beyond what ran, or where the device may be faster than the points around it."""
-        known, hope, ran = self._straight[position], self._hopes[position], self._model.devices[position].memory.ran
+        known, hope, ran = self._model.alone[position], self._hopes[position], self._model.devices[position].memory.ran
         if known is None or hope is None or not self._is_new(position, share):
             return False
         return share > ran or hope.seconds(share) < (1 - TIE) * known.seconds(share)

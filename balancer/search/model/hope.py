@@ -17,43 +17,30 @@ from .memory import BLIND_GROWTH
 from .step_time import LEVEL, Point, make_rising, merge_points, read_stairs
 
 
-def hopeful_curve(points: Sequence[Point], curve: Curve, bends: bool = True) -> Curve:
-    """The fastest curve that the points allow, or straight between them; the fitted one where that explains them."""
+def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
+    """The fastest curve that the points allow; the fitted one where that explains them."""
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2 and (stairs := read_stairs(points)):
-        return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error) if bends else curve
+        return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
     if len(found) < 3 or (curve.simple and not curve.flat and not bend_is_open(found, curve)):
         return curve
     knots = [(0.0, min(curve.seconds(0), found[0].seconds)), (float(found[0].batch), found[0].seconds)]
     for i in range(1, len(found)):
-        bend = _bend(found, i) if bends else None
-        knots += [bend] if bend else []
+        knots += [bend] if (bend := _bend(found, i)) else []
         knots.append((float(found[i].batch), found[i].seconds))
     times = make_rising([time for _, time in knots])
     return Curve(tuple(batch for batch, _ in knots), tuple(times), _slope_beyond(found, curve), False, curve.error)
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """Where each sample more took less and less time, that goes on as a power of the batch, over the next growth.
-
-    By points that are apart, if there are any: between near ones noise decides (concave).
-    """
-    first, middle, end = _apart(points) or points[-3:]
+    """Where each sample more took less and less time, that goes on as a power of the batch, over the next growth."""
+    first, middle, end = points[-3:]
     before, last = _slope(first, middle), _slope(middle, end)
     if curve.simple or last >= before:
         return curve.slope
     one, two = first.batch + middle.batch, middle.batch + end.batch  # the middles of the gaps, doubled
     growth = math.log(BLIND_GROWTH * end.batch / two) / math.log(two / one)
     return min(curve.slope, last * math.pow(last / before, growth))
-
-
-def _apart(points: Sequence[Point]) -> list[Point]:
-    """The last point and two before it, each of at most half as many rows as the next; empty if there aren't three."""
-    found = [points[-1]]
-    for point in reversed(points):
-        if len(found) < 3 and 2 * point.batch <= found[0].batch:
-            found.insert(0, point)
-    return found if len(found) == 3 else []
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
