@@ -130,11 +130,7 @@ class RowDevices(Predictions):
             layout = self.layout(fastest) if fastest else None
             return [layout] if layout and self.surely_hold(layout) else []
         chosen = self._preferred(found)
-        layouts = [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
-        if chosen.in_passes and (one_pass := self.one_pass_split):
-            layout = self.layout(one_pass)
-            layouts += [layout] if self.surely_hold(layout) else []
-        return layouts
+        return [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
 
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
