@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 from .layouts import is_no_larger
-from .model.memory import MemoryOfOthers, held_by_others
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -36,7 +35,7 @@ class Observations:
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
         self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
-        self._others = MemoryOfOthers()
+        self._others: dict[int, tuple[int, int]] = {}  # by device: (turn of the race, -1 before; bytes held then)
         self.gone: set[int] = set()  # devices that are no longer there
         self._checked = False  # a winner was: from then on the race shows what devices do, too
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
@@ -53,7 +52,7 @@ class Observations:
         if isinstance(seen, Failed):
             self._count_failure(seen)
         else:
-            self._others.note(seen)
+            self._note_others(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
         before = self._seen.get(probe)
@@ -68,9 +67,24 @@ class Observations:
         if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
             self.gone.update(seen.devices)
 
+    def _note_others(self, seen: Timed | OutOfMemory) -> None:
+        """Note what others hold of each device: the most that was seen, as they may take it again.
+
+        Once raced, a device has what it had in its last turn: what others held in exploration may be free again.
+        """
+        probe = seen.probe
+        turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
+        for position, (share, size) in enumerate(zip(probe.layout.shares, seen.short_bytes, strict=False)):
+            if share or size:
+                self._others[position] = max(self._others.get(position, (-1, 0)), (turn, size))
+
+    def _held(self, position: int) -> int:
+        """The bytes of a device that others hold."""
+        return self._others.get(position, (-1, 0))[1]
+
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """True if others hold as much of the device's memory as when a layout ran out of it."""
-        return held_by_others(position, seen) <= self._others.held(position)
+        return not seen.short_bytes or seen.short_bytes[position] <= self._held(position)
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
@@ -172,12 +186,12 @@ class Observations:
     def holds(self, position: int, seen: Timed) -> bool:
         """True if the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return not self._others.held(position) or used is None or limit is None or used <= limit
+        return not self._held(position) or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self._others.held(position))
+        return None if limit is None else max(1, limit - self._held(position))
 
     # ------------------------------------------------------------------ failures and costs
 

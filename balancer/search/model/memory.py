@@ -12,7 +12,6 @@ from functools import cached_property
 
 import msgspec
 
-from ...types import OutOfMemory, Timed
 from .step_time import LEVEL, SAME_BATCH, WIDE
 
 MARGIN = 0.003  # of the predicted batch, left free: allocators round up, and a child starts again in 3 s
@@ -22,37 +21,6 @@ SAFE_SHARE = 0.8  # of the predicted largest batch: safe without having run (rec
 SAFE_GROWTH = 1.25  # times the largest that ran: safe without having run (the same), in bytes and in time (huge_steps);
 # steps that differ by less don't show how their tuning grows (TensorFlow, recorded)
 UNBOUNDED = 1 << 30  # samples
-
-
-class MemoryOfOthers:
-    """The bytes that others hold of each device: the most that was seen, as they may take it again.
-
-    Once raced, a device has what it had in its last turn: what others held in exploration may be free again. A turn
-    that says nothing of others' memory changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, int]] = {}  # position -> (turn of the race, -1 before it; bytes)
-
-    def note(self, seen: Timed | OutOfMemory) -> None:
-        """Take an observation."""
-        probe = seen.probe
-        if not seen.short_bytes:
-            return
-        turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
-        for position, share in enumerate(probe.layout.shares):
-            size = held_by_others(position, seen)
-            if share or size:
-                self._seen[position] = max(self._seen.get(position, (-1, 0)), (turn, size))
-
-    def held(self, position: int) -> int:
-        """The bytes of a device that others hold."""
-        return self._seen.get(position, (-1, 0))[1]
-
-
-def held_by_others(position: int, seen: Timed | OutOfMemory) -> int:
-    """The bytes of a device that others held as a probe began."""
-    return seen.short_bytes[position] if seen.short_bytes else 0
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
