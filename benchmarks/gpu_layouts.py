@@ -6,7 +6,7 @@ from benchmarks.gpu_bench import WORKLOADS, GpuBench
 
 PLACED = {
     "tensorflow": ("keras_towers",),
-    "torch": ("torch_depth", "torch_tiles", "torch_dataparallel"),
+    "torch": ("torch_depth", "torch_tiles"),
 }
 
 

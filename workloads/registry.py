@@ -116,14 +116,6 @@ _TABLE = (
         placements=("single", "tiles"),
         placement_devices=4,
     ),
-    _model(
-        "torch_dataparallel",
-        "torch_mnist under nn.DataParallel, which cuts every batch evenly; on GPUs alone",
-        "slides on several GPUs: nn.DataParallel",
-        _MNIST_SETTINGS,
-        placements=("single", "dataparallel"),
-        placement_devices=64,
-    ),
 )
 _ENTRIES = {entry.name: entry for entry in _TABLE}
 

@@ -96,7 +96,6 @@ def test_a_placed_workload_trains_as_one_device_does(
         ("torch_depth", {"norm": "layer"}, "halves", "layer"),
         ("torch_depth", {"micro_batches": 1}, "halves-micro", "micro_batches=1"),
         ("torch_tiles", {"side": 3}, "tiles", "side=3"),
-        ("torch_dataparallel", {}, "dataparallel", "GPUs alone"),
     ],
 )
 def test_what_can_not_be_laid_is_refused(name: str, settings: dict[str, Any], placement: str, words: str) -> None:

@@ -70,19 +70,6 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
     return nn.Sequential(*blocks, *head)
 
 
-def data_parallel(module: Any, devices: tuple[torch.device, ...]) -> Any:
-    """The module over all devices of one process, every batch cut evenly; RequestError where there are no GPUs.
-
-    On CPUs DataParallel would do nothing.
-    """
-    if devices[0].type != "cuda":
-        raise RequestError(
-            "nn.DataParallel works on GPUs alone; on CPUs it would quietly run on one device.",
-            "On CPU slices, measure the split: it has a process for each.",
-        )
-    return nn.DataParallel(module, device_ids=list(devices))
-
-
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
     """`layers` GRUs of `units`, then a dense layer and logits; its step time is flat up to large batches."""
 
@@ -251,5 +238,4 @@ MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping
     "torch_gru": (GruNet, sine_waves, {}),
     "torch_depth": (DepthNet, stripes, {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay}),
     "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
-    "torch_dataparallel": (mnist, digits, {"dataparallel": data_parallel}),
 }  # with what makes their batches, and their placements
