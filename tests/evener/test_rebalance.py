@@ -181,10 +181,11 @@ def trained(slowdown: object, noise: float, steps: int, **stalls: int) -> tuple[
 
 
 def test_noise_and_stalls_move_nothing() -> None:
-    """5 % for 5,000 steps: at most a change in 500; stalls of a rank, or of the input, none."""
-    _, run = trained(at_rest, 0.05, 5000)
-    assert run.steps > 4500
-    assert len(run.changes) <= run.steps / 500
+    """5 and 10 % for 5,000 steps: a change at most; stalls of a rank, or of the input, none."""
+    for noise in (0.05, 0.1):
+        _, run = trained(at_rest, noise, 5000)
+        assert run.steps > 4500
+        assert len(run.changes) <= 1
     _, run = trained(at_rest, 0.02, 5000, stall_every=60, input_every=400)
     assert run.changes == ()
 
