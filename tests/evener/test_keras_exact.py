@@ -312,7 +312,7 @@ def found(proofs: Any) -> dict[str, Any]:
     ("process", "case"),
     [
         *[("towers", case) for case in ("own loss, test and predict", "watched", "without training, frozen")],
-        *[("towers", case) for case in ("single vectors", "single samples, rebatched, instance", "eager")],
+        *[("towers", case) for case in ("single samples, rebatched, instance", "eager")],
         *[(process, "added, sparse") for process in ("towers", "chief")],
         *[("chief", case) for case in (EVERY_WAY, "own predict")],
     ],
@@ -334,8 +334,8 @@ def test_a_worker_has_what_its_chief_has(found: Any, case: str) -> None:
 
 
 def test_a_dataset_becomes_global_batches(found: Any) -> None:
-    """Of single samples, or of batches of another size, whose size is read where it is static and where it is not."""
-    assert found["towers"]["batch sizes"] == [[24, 24, 1]] * 2
+    """Of single samples, vectors as long as their labels too, or of batches of another size, static or not."""
+    assert found["towers"]["batch sizes"] == [[24, 24, 1]] * 3
     assert found["towers"]["rows"] == [20, 20]
 
 

@@ -53,7 +53,7 @@ def answers(keras_ranks: Callable[..., list[Any]]) -> Answers:
         in_group = name == "group"
         chosen = {engine: list(sample) for engine, sample in SAMPLES.items() if ("multiworker" in engine) == in_group}
         if in_group:
-            given = chosen, "one row", ["multiworker"]
+            given = chosen, "one row", ["ignore_class"]
             return keras_ranks("tests.support.keras_programs.run_all", *given, roles=("worker",) * 2)
         return keras_ranks("tests.support.keras_programs.run_towers", chosen, "one row")
 

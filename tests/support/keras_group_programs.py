@@ -404,7 +404,7 @@ def prove(_: int, folder: str) -> dict[str, Any]:
     for name, (make, run) in CASES.items():
         os.environ["CASE_FOLDER"] = str(Path(folder, name))
         os.makedirs(os.environ["CASE_FOLDER"], exist_ok=True)
-        found[name] = train_twice(split, make, run)
+        found[name] = train_twice(split, make, run, traced=make in (regression, two_heads))
     model = split.build(regression)
     return found | {
         "refused": refused(split, model),

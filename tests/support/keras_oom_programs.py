@@ -160,7 +160,7 @@ def beside_one(split: Split, make: Callable[[Fuse], Model], bombs: Bombs, **word
         rows.append(own)
         return {name: figures for name, figures in history.items() if name not in ("a_loss", "b_loss")}
 
-    found = train_twice(split, lambda: make(fuse), run)
+    found = train_twice(split, lambda: make(fuse), run, traced=True)
     return found | {"rows": rows[0], "left": len(fuse.bombs)}
 
 

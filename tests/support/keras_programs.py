@@ -39,8 +39,7 @@ def programs() -> dict[str, Made]:
 def run_all(
     _rank: int, engines: dict[str, list[str]], tail: str, validated: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What became of each engine's programs, in one process or in one of a group; those of `validated`, or all, are
-    validated too."""
+    """What became of each engine's programs, in one process of one or several; `validated`, or all, are validated."""
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
     if not any("multiworker" in engine for engine in engines):
@@ -50,10 +49,10 @@ def run_all(
     every = programs()
     found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
     for name in every:
-        program = Program(name, every[name], TAILS[tail], validated is None or bool(validated))
+        program = Program(name, every[name], TAILS[tail], validated is None or name in validated)
         for engine, split in splits.items():
             if name in (engines[engine] or every):
-                found[engine][name] = program.run(split, validated is None or engine in validated)
+                found[engine][name] = program.run(split)
     return found
 
 
@@ -70,26 +69,25 @@ class Program:
         self.name, self.make = name, make
         x, y, words = keras.tree.map_structure(lambda a: a[:rows] if hasattr(a, "shape") else a, (x, y, words))
         held = (x, y, words["sample_weight"]) if "sample_weight" in words else (x, y)
-        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
-        self._fitted = {"x": x, "y": y, "validation_data": held, "validation_batch_size": BATCH, **options, **words}
+        options: dict[str, Any] = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        if validated:
+            options |= {"validation_data": held, "validation_batch_size": BATCH}
+        self._fitted = {"x": x, "y": y, **options, **words}
         self._plain: Any = None
-        self._validated = validated
 
-    def train(self, make: Any, validated: bool) -> Any:
+    def train(self, make: Any) -> Any:
         """Figures and weights of a model that was made and trained."""
         model = seeded(make)
         if model.built:
             model.optimizer.build(model.trainable_variables)  # or fit traces it twice
-        left_out = () if validated else ("validation_data", "validation_batch_size")
-        fitted = {name: value for name, value in self._fitted.items() if name not in left_out}
-        return model.fit(**fitted).history, model.get_weights()
+        return model.fit(**self._fitted).history, model.get_weights()
 
-    def run(self, split: Split, validated: bool) -> dict[str, Any]:
+    def run(self, split: Split) -> dict[str, Any]:
         """`verdict` with `gap`, or with the words that were said."""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             try:
-                figures, weights = self.train(lambda: split.build(self.make), validated)
+                figures, weights = self.train(lambda: split.build(self.make))
             except EvenerError as error:
                 return {"verdict": "refused", "said": str(error)}
             except Exception as error:
@@ -99,14 +97,14 @@ class Program:
         answer |= {"random": self.name in RANDOM_LAYERS, "float32": self.name in FLOAT32_LOSSES}
         if split.group is not None and split.group.rank:
             return answer
-        self._plain = self._plain or self.train(self.make, self._validated)
+        self._plain = self._plain or self.train(self.make)
         plain, own = self._plain
         return answer | {"gap": difference(({name: plain[name] for name in figures}, own), (figures, weights))}
 
     def _explain(self, error: Exception) -> dict[str, Any]:
         """A crash, unless plain Keras ends with the same error."""
         try:
-            self.train(self.make, self._validated)
+            self.train(self.make)
         except type(error):
             return {"verdict": "as Keras", "said": str(error).splitlines()[0]}
         except Exception as other:

@@ -73,7 +73,7 @@ def forced(split: Split, make: Make, x: Any, y: Any, **fitted: Any) -> dict[str,
             hooks.engine.rebalancing._rule = Scripted()
         return model.fit(x, y, **options).history
 
-    found = train_twice(split, lambda: with_variables(make(), x, y), fit)
+    found = train_twice(split, lambda: with_variables(make(), x, y), fit, traced=True)
     return found | {"shares": split.shares}
 
 
@@ -100,7 +100,7 @@ def by_rule(split: Split, make: Callable[[Any], Any], x: Any, y: Any) -> dict[st
             seen.append(hooks.engine.rebalancing.changes)
         return history
 
-    found = train_twice(split, lambda: make(slow), fit)
+    found = train_twice(split, lambda: make(slow), fit, traced=True)
     changes, own = seen.pop(), [record.devices[0].own_work_s for record in seen if record.devices]
     return found | {
         "changes": [[change.step, change.after, change.reason] for change in changes],

@@ -35,9 +35,12 @@ def train_twice(
     run: Callable[[Model], Any],
     rival: Callable[[Model], Any] | None = None,
     instance: bool = False,
+    traced: bool = False,
 ) -> dict[str, Any]:
     """The largest differences of weights, and of the figures that a run gives; one device may be run in another way.
 
+    One device computes eagerly, which takes less than to trace a few steps, unless it is to be `traced`, as models with
+    several outputs are, whose single losses Keras averages otherwise.
     Of a group, the first process alone trains on one device. What all of them must learn to the last bit is `learned`.
     """
     many = seeded(lambda: split.build(make() if instance else make))
@@ -46,6 +49,7 @@ def train_twice(
     if split.engine == "multiworker" and split.required_group.rank:
         return found
     one = seeded(make)
+    one.run_eagerly = not traced
     first = (rival or run)(one)
     return found | {"weights": difference(one.get_weights(), many.get_weights()), "logs": difference(first, second)}
 

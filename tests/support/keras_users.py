@@ -258,12 +258,6 @@ def fit_samples(model: Model) -> list[float]:
     return [*history["loss"], *history["val_loss"], *model.evaluate(data, verbose=0)]
 
 
-def fit_vectors(model: Model) -> list[float]:
-    """Training on single samples of which x and y are as long as each other, like batches of numbers."""
-    data = tf.data.Dataset.from_tensor_slices((X, X))
-    return list(model.fit(data if is_split(model) else data.batch(BATCH), epochs=2, verbose=0).history["loss"])
-
-
 def fit_other_batches(split: Split) -> Callable[[Model], list[float]]:
     """The same, and then on batches of another size, which the split makes whole again."""
 
@@ -280,13 +274,6 @@ def every_way(model: Model) -> list[float]:
     return [*fit(batch_size=BATCH, validation_data=Batches())(model), *fit_samples(model), *steps(model)]
 
 
-def vectors() -> Model:
-    """As many outputs as inputs."""
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(6)])
-    model.compile("sgd", "mse")
-    return with_variables(model, X, X)
-
-
 def refused(split: Split, make: Callable[[], Model], run: Callable[[Model], Any]) -> str:
     """What is said instead of training."""
     return said(lambda: run(split.build(make)))
@@ -301,10 +288,10 @@ def towers() -> dict[str, Any]:
     data = samples()
     fresh = Split(devices=["CPU:0", "CPU:1"], global_batch=BATCH)
     plain = split.build(network)
+    vectors = tf.data.Dataset.from_tensor_slices((X, X))  # x and y are as long as each other, like batches of numbers
     return {
         "single samples, rebatched, instance": train_twice(split, network, fit_other_batches(split), instance=True),
-        "single vectors": train_twice(split, vectors, fit_vectors),
-        "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10))],
+        "batch sizes": [[len(x) for x, _ in split.data(data)] for data in (samples(), samples().batch(10), vectors)],
         "rows": [batch_rows(data.batch(20).prefetch(1)), batch_rows(data.batch(20, drop_remainder=True))],
         "eager": train_twice(split, lambda: network(run_eagerly=True), fit(X[:BATCH], Y[:BATCH], batch_size=BATCH)),
         "signatures": str(inspect.signature(noisy.fit)) == str(inspect.signature(keras.Sequential().fit)),
