@@ -146,7 +146,7 @@ class Others:
         return thread
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(LOOK_SECONDS) and dist.group.WORLD in (None, self.group):
             leaves = is_leaving()
             if leaves:
                 self.note(describe_error(find_error()))
@@ -155,16 +155,17 @@ class Others:
                 self._end()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank waits for one that has ended, and still does after a while."""
+        """True if this rank waits for one that has ended, and still does after a while.
+
+        In a call that leaves a group NCCL waits for all ranks.
+        """
         notes = list(self.notes.values())
         computed = self._compute() if any(note.words != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
             return False
-        if leaves:  # a call in which NCCL waits for all ranks
-            return computed is not None and is_leaving()
         own = count_exchanges()
         waits = any(own.get(name, 0) > count for note in notes for name, count in note.exchanges.items())
-        return waits or (computed is not None and computed.is_alive())
+        return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _end(self) -> None:
         """End this process, with the error that its own thread is stuck in, if there is one."""
@@ -258,11 +259,11 @@ def find_error() -> BaseException | None:
 
 
 def is_leaving() -> bool:
-    """True if the program's own thread is in a call that leaves a process group."""
+    """True if the program's own thread is in a call that leaves the default process group."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     while frame is not None and frame.f_code not in _LEAVING:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and frame.f_locals.get("group") in (None, dist.group.WORLD)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

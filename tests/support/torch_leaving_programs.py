@@ -62,9 +62,9 @@ def train(how: str) -> None:
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(Net())
     for number, (rows,) in enumerate(split.loader(TensorDataset(torch.randn(16 * BATCHES, WIDTH))), 1):
-        if split.rank and number == ENDS_IN:
+        if split.rank and number == (BATCHES if how == "leaves out the last" else ENDS_IN):
             end(how, model.module)
-            if how == "breaks":
+            if how in ("breaks", "leaves out the last"):
                 break
         model(rows.to(split.device)).square().mean().backward()
 
@@ -121,7 +121,9 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
         time.sleep(1)
         leave(0)
     known._compute = lambda: MagicMock(is_alive=lambda: how == "raises")  # type: ignore[method-assign]
-    if how == "breaks":
+    if how == "leaves":
+        vars(others)["is_leaving"] = lambda: True
+    if how in ("breaks", "leaves"):
         dist.all_reduce(torch.ones(1))
     time.sleep(60)
     split.close()
