@@ -241,7 +241,7 @@ _KEYS = {
         ("Ctrl-S", "start what the form says"),
         ("p", "pause: no new probe starts; resume"),
         ("x", "stop; the best plan so far is kept"),
-        ("n", "new search, when the last one has ended"),
+        ("n", "new search, when the last one has ended, or in place of a replay"),
     ),
     "Runs": (
         ("Space", "compare this run with the one under the cursor"),
