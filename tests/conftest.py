@@ -141,9 +141,12 @@ def same_environment() -> Iterator[None]:
     """Trainers set RANK, MASTER_PORT and the like for themselves; later tests of the worker must not see them."""
     before = dict(os.environ)
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    after = dict(os.environ)
+    before["PYTEST_CURRENT_TEST"] = after["PYTEST_CURRENT_TEST"]  # it is pytest's
+    for name, _ in before.items() ^ after.items():
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
 
 
 @pytest.fixture(autouse=True)

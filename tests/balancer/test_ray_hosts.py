@@ -460,10 +460,14 @@ def test_ray_train_trains_by_a_plan_over_hosts(
     pytest.importorskip("pydantic", reason="Ray Train needs it")
     import ray.train
     import torch
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
     from evener.ray import trainer
     from tests.support import ray_training, torch_ranks
 
+    for name in ("DatasetsCallback", "PlacementGroupCleanerCallback"):  # each a process of its own, and unused here
+        made_by = f"ray.train.v2.api.data_parallel_trainer.{name}"
+        monkeypatch.setattr(made_by, lambda **_: WorkerGroupCallback(), raising=False)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")  # not 2: it waits so long for a report, and the end
     plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-2", SECOND))
     stored = ray.train.RunConfig(storage_path=str(tmp_path / "ray"))

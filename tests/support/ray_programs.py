@@ -51,7 +51,7 @@ time.sleep(600)
 SOON_SILENT = """
 from evener.__main__ import main
 from evener.tui.launch import cluster
-cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS = 1.0, 4.0
+cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS = 0.5, 2.0
 main()
 """  # `evener`, which waits for less time until it gives up a head: Ray burns a core until then
 
