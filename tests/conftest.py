@@ -285,10 +285,11 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it."""
+    """`fake_nvml(gpus=2, driver=True)` replaces pynvml by a scripted double and returns it; none is hidden."""
 
     def install(gpus: int = 2, driver: bool = True) -> Any:
         double = FakeNvml(gpus, driver)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a machine's own GPUs may be hidden from the tests
         monkeypatch.setitem(sys.modules, "pynvml", double)
         return double
 
