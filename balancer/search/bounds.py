@@ -12,6 +12,7 @@ Each bound is a multiple of the quantum, and within the ones above it; 0 leaves 
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 from evener.shares.waterfill import DeviceCurve
@@ -20,7 +21,9 @@ from ..types import Layout, Problem
 from .budget import Budget
 from .model.evidence import read_device
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
+from .model.step_time import LEVEL
 from .observations import Observations
+from .statistics import CLEAR
 
 
 class Bounds:
@@ -77,7 +80,19 @@ class Bounds:
         """The largest batch, of a free one quick enough, that is near to what ran, so that the curve can be trusted."""
         ran, quantum = self.devices[device.position].memory.ran, self.quantum
         most = self.quick(device) if self.problem.global_batch is None else device.limit
-        return min(most, max(BLIND_GROWTH * ran // quantum, 1) * quantum) if ran else most
+        growth = min(BLIND_GROWTH, self.growth(device))
+        return min(most, max(int(growth * ran) // quantum, 1) * quantum) if ran else most
+
+    def growth(self, device: DeviceCurve) -> float:
+        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than there is time for.
+
+        Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
+        """
+        evidence, curve = self.devices[device.position], device.curve
+        smallest = evidence.alone[0].batch if evidence.alone else 0
+        first, last = curve.seconds(smallest), curve.seconds(evidence.memory.ran)
+        rises = last > (1 + LEVEL + CLEAR * curve.error) * first
+        return math.inf if rises else self._budget.growth(last)
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""

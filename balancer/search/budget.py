@@ -106,6 +106,17 @@ class Budget:
         left = self._end("solo") - self.spent
         return seconds + after <= left and seconds <= (EXPLORES / 2 if after else EXPLORES) * left
 
+    def growth(self, step_seconds: float) -> float:
+        """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
+        if self.seconds is None or not step_seconds:
+            return math.inf
+        part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
+        return max(1.0, part * self._left_to_explore / (2 * step_seconds))
+
+    @cached_property
+    def _left_to_explore(self) -> float:
+        return max(0.0, self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
+
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
         return not self.race_is_over if self.seconds is None else seconds <= PRICE * (self.seconds - self.spent)
@@ -161,7 +172,7 @@ class Budget:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
         longest = LONGEST_PROBE_SECONDS
         if self.seconds is not None:
-            left = EXPLORES * (self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
+            left = EXPLORES * self._left_to_explore
             longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
         return longest / (FEWEST_STEPS + self.tuning_steps)
 

@@ -212,9 +212,11 @@ class SoloStage:
 
     def _far(self, position: int) -> int:
         """The largest batch that the next round may measure, by its stride."""
-        ran = self._model.devices[position].memory.ran
+        ran, curve = self._model.devices[position].memory.ran, self._model.alone[position]
         most = min(self._farthest(position), self._model.largest_alone(position))
-        return min(most, max(STRIDE * ran // self._quantum, 1) * self._quantum)
+        growth = self._model.growth(DeviceCurve(position, curve, most)) if curve else math.inf
+        stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
+        return min(most, max(int(stride * ran) // self._quantum, 1) * self._quantum)
 
     def _farthest(self, position: int) -> int:
         """The largest batch that any round may measure: by memory and by time."""
