@@ -39,7 +39,7 @@ def train_twice(
 ) -> dict[str, Any]:
     """The largest differences of weights, and of the figures that a run gives; one device may be run in another way.
 
-    One device computes eagerly, which takes less than to trace a few steps, unless it is to be `traced`, as models with
+    One device computes eagerly, which costs what a trace does, unless it is to be `traced`, as models with
     several outputs are, whose single losses Keras averages otherwise.
     Of a group, the first process alone trains on one device. What all of them must learn to the last bit is `learned`.
     """
@@ -94,7 +94,7 @@ def leave_graphs_alone() -> None:
 
 
 def trace_faster() -> None:
-    """No rewriting, and no filtered tracebacks, whose wrappers of every operation are a sixth of a trace."""
+    """No rewriting, and no filtered tracebacks, whose wrappers of every operation are up to a tenth of a trace."""
     leave_graphs_alone()
     keras.config.disable_traceback_filtering()
     tf.debugging.disable_traceback_filtering()
