@@ -2,7 +2,7 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction was tried, or
-promises less than 0.2 % over what ran.
+promises less than half of the tolerance over what ran (0.2 % at a wall of memory; the tolerance once the race is over).
 One device alone, while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest device
 alone comes before the first split if there is time for both: it is compared in any case, and starts no children.
 """
@@ -15,7 +15,7 @@ from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, LEAST_RATE
+from .ranking import LEAST_GAIN, LEAST_RATE, smallest_gain
 from .statistics import LONE_BLOCK
 
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
@@ -93,7 +93,15 @@ class SplitStage:
         raced = max(
             (one.samples_per_second for layout in layouts for one in self._seen.turns(layout).values()), default=0.0
         )
-        return wanted.samples_per_second > max(best, raced, self._model.best_single_rate) * (1 + LEAST_GAIN)
+        gain = self._least_gain(wanted)
+        return wanted.samples_per_second > max(best, raced, self._model.best_single_rate) * (1 + gain)
+
+    def _least_gain(self, wanted: Allocation) -> float:
+        """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
+        if self._budget.race_is_over:
+            return max(LEAST_GAIN, self._problem.tolerance)
+        walled = any(share >= self._model.walls[i] for i, share in wanted.shares)
+        return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
@@ -120,7 +128,7 @@ class SplitStage:
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
         best = max((one.samples_per_second for one in self._seen.all_timed()), default=0.0)
-        gains = wanted.samples_per_second > (1 + LEAST_GAIN) * best
+        gains = wanted.samples_per_second > (1 + self._least_gain(wanted)) * best
         return wanted if gains or not self._safely_fits(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:
