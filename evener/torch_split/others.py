@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from typing import Any
+from weakref import WeakMethod
 
 import msgspec
 import torch
@@ -49,12 +50,12 @@ class LastNote(msgspec.Struct, frozen=True):
 
 
 class Others:
-    """The other ranks of the default process group; `batches` counts those that this rank has begun."""
+    """The other ranks of the default process group; `now` gives the batches that this rank has begun, and its doing."""
 
     newest: Others | None = None
 
-    def __init__(self, device: torch.device, batches: Callable[[], int]) -> None:
-        self.group, self._device, self._batches = dist.group.WORLD, device, batches
+    def __init__(self, device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
+        self.group, self._device, self._now = dist.group.WORLD, device, now
         self.on_gpu = device.type == "cuda" and "nccl" in dist.get_backend_config()
         self._rank, self._ranks = dist.get_rank(), set(range(dist.get_world_size())) - {dist.get_rank()}
         self._store = dist.distributed_c10d._get_default_store().clone()  # in which nobody else waits
@@ -75,7 +76,7 @@ class Others:
         """Note this rank's end, once."""
         if self._words is None:
             self._words = words
-            note = LastNote(words, self._batches(), count_exchanges())
+            note = LastNote(words, self._now()[0], count_exchanges())
             with suppress(RuntimeError, ValueError):  # of a store that has gone with the process that it was in
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
@@ -177,7 +178,7 @@ class Others:
         os._exit(1)
 
 
-def watch_others(device: torch.device, batches: Callable[[], int]) -> None:
+def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
     """Hear of the ends of this process group's other ranks from now on, and let them hear of this one's."""
     newest = Others.newest
     if newest is None:
@@ -187,7 +188,7 @@ def watch_others(device: torch.device, batches: Callable[[], int]) -> None:
         return
     else:
         newest._over.set()
-    Others.newest = Others(device, batches)
+    Others.newest = Others(device, now)
 
 
 def leave_group() -> None:
@@ -207,10 +208,10 @@ def leave_group() -> None:
             dist.destroy_process_group()
 
 
-def explain_at_exit(advise: Callable[[BaseException], str]) -> None:
+def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Let an error that ends the program be followed by what the person can do, or by the rank that it came from.
 
-    The last training of a process has the say.
+    The last training of a process has the say, if it is still there.
     """
     hook = sys.excepthook
     shown = hook.args[0] if isinstance(hook, partial) and hook.func is _explain else hook
@@ -219,13 +220,14 @@ def explain_at_exit(advise: Callable[[BaseException], str]) -> None:
 
 def _explain(
     shown: Callable[..., None],
-    advise: Callable[[BaseException], str],
+    advise: WeakMethod[Callable[[BaseException], str]],
     kind: type[BaseException],
     error: BaseException,
     trace: Any,
 ) -> None:
     shown(kind, error, trace)
-    if words := advise(error):
+    advice = advise()
+    if advice is not None and (words := advice(error)):
         say(f"evener: {words}")
     others = Others.newest
     if isinstance(error, Exception) and others is not None:

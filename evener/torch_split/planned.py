@@ -73,9 +73,9 @@ class PlannedTraining:
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.ahead = 0  # the most batches that a loader draws before their turn
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
-        explain_at_exit(self.passes.advise)
+        explain_at_exit(weakref.WeakMethod(self.passes.advise))
         if self.world > 1:
-            watch_others(self.device, lambda: self.timer.now()[0])
+            watch_others(self.device, self.timer.now)
             end_when_stuck()
 
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -124,18 +125,25 @@ def test_the_programs_move_the_weights() -> None:
         assert float((mine - before).abs().max()) > 1e-3
 
 
-@pytest.fixture
-def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A process group of one rank that takes itself for the first of two, so that models are wrapped."""
+@contextmanager
+def one_of(ranks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
+    """A process group of one rank that takes itself for the first of several, so that models are wrapped."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    answer_twice = lambda every, own: every.__setitem__(slice(None), [own, own])  # noqa: E731 - the other says the same
-    monkeypatch.setattr(torch.distributed, "all_gather_object", answer_twice)
-    split = Split(ratios=[3, 1], global_batch=8)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: ranks)
+    answer_alike = lambda every, own: every.__setitem__(slice(None), [own] * ranks)  # noqa: E731 - others say the same
+    monkeypatch.setattr(torch.distributed, "all_gather_object", answer_alike)
+    found = [Split(ratios=[3, 1][:ranks], global_batch=8)]
     monkeypatch.undo()
-    yield split
+    yield found.pop()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
+    """The first of two ranks."""
+    with one_of(2, monkeypatch) as split:
+        yield split
 
 
 def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:
@@ -161,3 +169,13 @@ def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
     del model
     gc.collect()
     assert len(alive) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_split_that_is_dropped_is_not_kept(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is said as the process ends nor the watch of other ranks keeps it, or its rules for optimizers."""
+    with one_of(ranks, monkeypatch) as split:
+        alive = weakref.ref(split.passes), weakref.ref(split.weights)
+        del split
+        gc.collect()
+        assert [each() for each in alive] == [None, None]

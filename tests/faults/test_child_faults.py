@@ -27,7 +27,7 @@ from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
 from evener.live.reporter import Training, read_trainings
 from tests.support.cores import two_cores
-from tests.support.probe_children import at_birth, list_probe_children
+from tests.support.probe_children import at_birth, list_children, list_probe_children
 from tests.support.probers import child_prober
 from tests.support.python_path import python_path
 
@@ -51,9 +51,9 @@ def make() -> Iterator[Make]:
         prober.close()
         prober.close()
     deadline = time.monotonic() + GONE_SECONDS
-    while psutil.Process().children() and time.monotonic() < deadline:
+    while list_children() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not psutil.Process().children()
+    assert not list_children()
 
 
 def observe(
@@ -422,11 +422,11 @@ def test_all_children_share_a_server_and_end_with_it(make: Make) -> None:
     prober = make()
     assert all(isinstance(seen, Timed) for seen in observe(prober, solo(2, 0, 8), solo(2, 1, 8)))
     assert isinstance(observe(prober, layout_of((8, 8)))[0], Timed)
-    (server,) = psutil.Process().children()
+    (server,) = list_children()
     assert len(list_probe_children()) == 4
     server.kill()
     deadline = time.monotonic() + GONE_SECONDS
-    while psutil.Process().children() and time.monotonic() < deadline:
+    while list_children() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert isinstance(observe(prober, layout_of((8, 8)))[0], Timed)
 
@@ -470,7 +470,7 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
         )
     )
     deadline = time.monotonic() + GONE_SECONDS
-    while psutil.Process().children() and time.monotonic() < deadline:
+    while list_children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not list_probe_children()
 

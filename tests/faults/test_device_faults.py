@@ -24,7 +24,7 @@ from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
 from evener.errors import DeviceError
 from evener.tui.app import EvenerApp
-from tests.support.probe_children import list_probe_children
+from tests.support.probe_children import list_children, list_probe_children
 from tests.support.probers import child_prober
 from tests.support.python_path import python_path
 
@@ -63,7 +63,7 @@ def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Fi
         see(last)
     session.close()
     assert isinstance(last, Finished)
-    assert not psutil.Process().children()
+    assert not list_children()
     return last
 
 
@@ -143,7 +143,7 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
         list(events)
     session.close()
     assert fault.value.exit_code == 3
-    assert not psutil.Process().children()
+    assert not list_children()
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
             flag.touch()
             for gpu in double.gpus:
                 gpu.used_bytes = 300 * MIB
-            for child in psutil.Process().children():
+            for child in list_children():
                 child.kill()  # new children find less
 
     finished = drive(session, take)
@@ -325,7 +325,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
             if event.seen.probe.stage == "solo" and largest > 8 and not taken_at:
                 taken_at.append(event.probes)
                 flag.touch()
-                for child in psutil.Process().children():
+                for child in list_children():
                     child.kill()  # whoever held memory there is gone; new children find less
 
     finished = drive(session, take)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
 from evener.balancer.events import Finished
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
+from tests.support.probe_children import list_children
 
 
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
@@ -26,4 +25,4 @@ def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) 
     assert [warning.partition(" of the time")[0] for warning in plan.warnings if "busy" in warning] == [
         "GPU:1 was busy 95 %"
     ]
-    assert not psutil.Process().children()
+    assert not list_children()

@@ -24,7 +24,7 @@ from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Failed
 from tests.support.cores import two_cores
-from tests.support.probe_children import list_probe_children
+from tests.support.probe_children import list_children, list_probe_children
 
 KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
@@ -165,7 +165,7 @@ def test_kill_of_a_child_then_of_the_parent_then_resume(started: list[subprocess
     assert any(isinstance(entry.seen, Failed) for entry in record.seen)
     assert len(timed) == len(before) + len(again)
     assert finished.plan.search.probes == len(timed)
-    assert not psutil.Process().children()
+    assert not list_children()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -197,7 +197,7 @@ def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) 
             session.stop()
             stopped_at = time.monotonic()
     assert time.monotonic() - stopped_at < 40.0
-    assert not psutil.Process().children()
+    assert not list_children()
     session.close()
     assert isinstance(last, Finished)
     assert last.interrupted
@@ -211,11 +211,11 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
         while not list_probe_children():
             next(events)
         deadline = time.monotonic() + 60.0
-        for child in (*psutil.Process().children(), *list_probe_children()):
+        for child in (*list_children(), *list_probe_children()):
             while os.getsid(child.pid) != child.pid:  # one that is being born has ours until it runs
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-    assert not psutil.Process().children()
+    assert not list_children()
 
 
 @pytest.mark.usefixtures("quick_probes")

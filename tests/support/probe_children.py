@@ -10,6 +10,7 @@ import pytest
 
 from evener.balancer.probes.fork_server import MODULE
 from tests.support.python_path import python_path
+from tests.support.shared_servers import shared
 
 AT_BIRTH = """
 import os, sys
@@ -21,6 +22,11 @@ def dup(descriptor):  # what a child calls first, for streams that are its own
 if {module!r} in sys.orig_argv:
     os.dup = dup
 """
+
+
+def list_children() -> list[psutil.Process]:
+    """The children of this process, without the servers that tests share."""
+    return [child for child in psutil.Process().children() if child.pid not in shared]
 
 
 def list_probe_children(pid: int | None = None) -> list[psutil.Process]:

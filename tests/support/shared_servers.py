@@ -17,6 +17,8 @@ from evener.balancer.probes import hosts
 from evener.balancer.probes.fork_server import ForkedChild, ServerProcess, _merge_variables
 from evener.devices.backend import ChildEnvironment
 
+shared: set[int] = set()  # the processes of servers that tests share
+
 
 class SharedServer(ServerProcess):
     """A server that many sessions use, and `end` alone ends."""
@@ -41,6 +43,7 @@ def running_servers() -> Iterator[Callable[[], AbstractContextManager[None]]]:
         key = frozenset(variables.items()), tuple(imports)
         if key not in servers or not servers[key].alive:
             servers[key] = starter.submit(SharedServer, variables, imports).result()
+            shared.add(servers[key].pid)
         return servers[key]
 
     @contextmanager

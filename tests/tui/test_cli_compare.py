@@ -15,6 +15,7 @@ import pytest
 from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
 from tests.support.cores import two_cores
+from tests.support.probe_children import list_children
 from tests.support.quick_probes import QUICK_EVENER
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -164,7 +165,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
     packed = next(one for one in answer["packing"][0]["measured"] if one["processes"] == 2)
     assert packed["outcome"] == "timed"
     assert packed["memory_bytes"] > 0
-    assert not psutil.Process().children(recursive=True)
+    assert not list_children()
 
 
 @two_cores
