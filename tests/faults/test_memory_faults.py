@@ -157,7 +157,7 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 @pytest.mark.usefixtures("shared_servers")
 @pytest.mark.parametrize(
     ("framework", "workload", "cap_mib", "batch", "micro"),
-    [("tensorflow", "keras_mnist", 100, 1_000, 100), ("torch", "torch_mnist", 120, 900, 100)],
+    [("tensorflow", "keras_mnist", 200, 2_000, 200), ("torch", "torch_mnist", 120, 900, 100)],
 )
 def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
