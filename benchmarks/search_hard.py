@@ -169,7 +169,7 @@ def _yes(holds: bool) -> str:
 
 
 def as_often_by_chance(broken: int, control: int, pairs: int) -> float:
-    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has so many or more."""
+    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has this many or more."""
     both = broken + control
     ways = [math.comb(pairs, k) * math.comb(pairs, both - k) for k in range(broken, min(both, pairs) + 1)]
     return sum(ways) / math.comb(2 * pairs, both)
