@@ -185,6 +185,7 @@ def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> No
         atexit.register(leave_group)
         os.register_at_fork(after_in_child=lambda: setattr(Others, "newest", None))
     elif newest.group is dist.group.WORLD:
+        newest._now = now
         return
     else:
         newest._over.set()

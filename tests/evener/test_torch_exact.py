@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from evener.torch_split import Split
+from evener.torch_split.others import LastNote, Others, watch_others
 from tests.support import torch_programs as programs
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
 
@@ -169,6 +171,16 @@ def test_models_that_are_dropped_are_not_kept(one_rank_of_two: Split) -> None:
     del model
     gc.collect()
     assert len(alive) == 0
+
+
+def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(one_rank_of_two: Split) -> None:
+    """A process may train several times in one group."""
+    watch_others(one_rank_of_two.device, lambda: (7, None))
+    others = Others.newest
+    assert others is not None
+    others.note("")
+    noted = msgspec.json.decode(others._store.get(others._key("ended", 0)), type=LastNote)
+    assert "in its batch 7," in noted.describe(0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

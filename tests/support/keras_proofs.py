@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -599,19 +600,20 @@ def epoch_rows(split: Split) -> dict[str, Any]:
     }
 
 
-def sums(split: Split) -> dict[str, list[float]]:
-    """What a group sums, of two types and of lengths that come and go, beside what the sum is."""
+def sums(split: Split) -> dict[str, list[Any]]:
+    """What a group sums, of two types and of lengths that come and go, beside what the sum is; and as which types."""
     group = split.required_group
     found: list[float] = []
     right: list[float] = []
     every = group.size * (group.size - 1) // 2  # the ranks' sum
-    for turn in range(40):
-        count = 1 + turn % 3
-        own = [tf.fill([count], float(group.rank + turn)), tf.constant(group.rank * turn, tf.int64)]
-        floats, number = group.sum_now([*own, tf.fill([2, count], 1.0)])[:2]
-        found += [*floats.numpy().tolist(), int(number)]
-        right += [*[float(every + group.size * turn)] * count, every * turn]
-    return {"found": found, "right": right}
+    with mock.patch.object(group, "_reduce", wraps=group._reduce) as reduce:
+        for turn in range(40):
+            count = 1 + turn % 3
+            own = [tf.fill([count], float(group.rank + turn)), tf.constant(group.rank * turn, tf.int32)]
+            floats, number = group.sum_now([*own, tf.fill([2, count], 1.0)])[:2]
+            found += [*floats.numpy().tolist(), int(number)]
+            right += [*[float(every + group.size * turn)] * count, every * turn]
+    return {"found": found, "right": right, "kinds": sorted({each.args[0].dtype.name for each in reduce.mock_calls})}
 
 
 def group_cases() -> dict[str, Any]:
