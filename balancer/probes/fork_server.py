@@ -41,6 +41,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Fork a child with these variables on these cores; its three standard streams come with the message."""
 
     key: int  # by which both sides know it
+    folder: str  # in which it runs
     variables: dict[str, str]
     cores: tuple[int, ...] = ()  # empty: all
 
@@ -129,6 +130,7 @@ class ForkServer:
                 os.dup2(descriptor, number)
             for descriptor in (self._channel.fileno(), *streams, *self._keys):
                 os.close(descriptor)
+            os.chdir(start.folder)
             os.environ.update(start.variables)
             os.sched_setaffinity(0, start.cores or os.sched_getaffinity(0))
             self._run(self._own)
@@ -230,7 +232,7 @@ class ServerProcess:
         key = next(self._keys)
         self._children[key] = child
         try:
-            request = msgspec.json.encode(Start(key, environment.variables, environment.cores))
+            request = msgspec.json.encode(Start(key, os.getcwd(), environment.variables, environment.cores))
             socket.send_fds(self._channel, [request], streams)
         except OSError:
             self._reader.join(WAIT_SECONDS)

@@ -73,6 +73,19 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     assert is_ready(server)
 
 
+def test_a_child_runs_in_the_folder_that_its_session_is_in(
+    servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A workload is named by a path from there; the server may have been started elsewhere."""
+    servers.append(server := ServerProcess({}, ()))
+    monkeypatch.chdir(tmp_path)
+    inbox: Inbox = queue.Queue()
+    child = Child(0, inbox, server, ChildEnvironment({}), None)
+    assert isinstance(inbox.get(timeout=SECONDS)[1], Ready)
+    assert Path(f"/proc/{child.pid}/cwd").readlink() == tmp_path
+    child.end()
+
+
 def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

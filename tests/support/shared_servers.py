@@ -1,7 +1,7 @@
 """Servers that outlive their sessions: those of this process that import the same framework share one.
 
-PyTorch takes 1.5 s of CPU to import, TensorFlow 3 s. A session ends its children as ever; they are forked with the
-variables that its server would have had, so that a test's own folders count.
+PyTorch takes 1.5 s of CPU to import, TensorFlow 3 s. A session ends its children as ever; they are forked in its folder
+and with the variables that its server would have had, so that a test's own folders count.
 """
 
 from __future__ import annotations
