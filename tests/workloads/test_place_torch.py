@@ -72,9 +72,10 @@ def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> 
 def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch: pytest.MonkeyPatch, name: str, placement: str
 ) -> None:
-    """After three Adam steps from the same start, on the same rows, the weights agree."""
+    """After three steps from the same start, on the same rows, the weights agree; Adam would divide rounding by itself."""
     monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # a pool of as many rows on a busy machine too
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
+    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))
     weights = []
     settings = {"side": 32}
     for place in (Place(("CPU:0",), threads=1), Place(("CPU:0", "CPU:1"), threads=1, placement=placement)):
@@ -85,7 +86,7 @@ def test_a_placed_workload_trains_as_one_device_does(
         workload.synchronize()
         assert len(workload.max_memory_bytes()) == len(place.devices)
         weights.append([parameter.detach().clone() for parameter in workload.recipe.module.parameters()])
-    assert largest_difference(weights[1], weights[0]) <= 2e-3  # Adam divides small gradients by their own size
+    assert largest_difference(weights[1], weights[0]) <= 1e-5
 
 
 @pytest.mark.parametrize(
