@@ -177,7 +177,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             f"{source} has schema {schema}; this evener reads up to {SCHEMA}.", "Update evener on this machine."
         )
     try:
-        plan = msgspec.convert({**data, "layout": complete_layout(data.get("layout"))}, Plan, strict=True)
+        plan = msgspec.convert({**data, "layout": complete_layout(data.get("layout", {}))}, Plan, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}.", "Correct that key, or make the plan again with evener balance --export."

@@ -161,15 +161,13 @@ def make_layout(
 
 def complete_layout(layout: Any) -> Any:
     """A layout as it was read, with what follows from its devices and batches where it isn't written."""
-    shares = layout.get("share") if isinstance(layout, dict) else None
-    if not isinstance(shares, list) or not all(
-        isinstance(each, dict) and type(each.get("batch")) is int for each in shares
-    ):
+    shares = layout.get("share", []) if isinstance(layout, dict) else None
+    if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
-    batches = [share["batch"] for share in shares]
+    batches = [batch if type(batch := share.get("batch")) is int else 0 for share in shares]
     total = sum(batches)
     completed = [
-        {"index": i, "name": share.get("device"), "ratio": batch / max(1, total), "micro": batch, **share}
+        {"index": i, "name": share.get("device", ""), "ratio": batch / max(1, total), "micro": batch, **share}
         for i, (share, batch) in enumerate(zip(shares, batches, strict=True))
     ]
     kind = "split" if sum(map(bool, batches)) > 1 else "solo"

@@ -386,11 +386,22 @@ def test_a_wrong_value_is_named(path: str, value: Any, named: str) -> None:
         assert caught.value.remedy
 
 
-def test_a_missing_key_is_named() -> None:
+@pytest.mark.parametrize("key", ["device", "batch"])
+def test_a_missing_key_is_named(key: str) -> None:
+    """In a plan that evener wrote and in one by hand, whose other keys follow from these two."""
     data = msgspec.to_builtins(example())
-    del data["layout"]["share"][1]["device"]
-    with pytest.raises(PlanError, match="device"):
-        parse_plan(msgspec.json.encode(data))
+    del data["layout"]["share"][1][key]
+    by_hand = {"layout": {"share": [{"device": "cpu-0-of-1", "batch": 1}]}}
+    del by_hand["layout"]["share"][0][key]
+    for plan in (data, by_hand):
+        with pytest.raises(PlanError, match=f"required field `{key}` - at .*share"):
+            parse_plan(msgspec.json.encode(plan))
+
+
+def test_a_plan_without_shares_says_so() -> None:
+    for text in (b"", b"{}", b"[layout]"):
+        with pytest.raises(PlanError, match=r"layout\.share gives no device a sample"):
+            parse_plan(text)
 
 
 def documented() -> list[str]:

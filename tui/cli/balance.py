@@ -162,8 +162,9 @@ def compare(
         str | None,
         WHAT(
             "--layouts",
-            help="Some of solo,even,split,pack,place: one device; equal shares; the best shares; several trainings on"
-            " one device; parts of the model on several. Default: all that are possible.",
+            help="Some of solo,even,split,shard,pack,place: one device; equal shares; the best shares; these with part"
+            " of the model's state on each device; several trainings on one device; parts of the model on several."
+            " Default: all that are possible, shard only where nothing else fits.",
         ),
     ] = None,
     knobs: Annotated[
