@@ -156,7 +156,7 @@ class EvenFamily(Family):
     equal_shares = True
     in_balance = True
     titled = "{another:another}" + EVEN_SPLIT
-    advice = "Split evenly over {devices:and} ({shares:shares} samples)"
+    advice = "Split evenly over {devices:devices} ({shares:shares} samples)"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """Over all devices and fewer, once it is clear what batch splits take."""
@@ -181,7 +181,7 @@ class SplitFamily(Family):
     explored = True
     in_balance = True
     titled = "{another:best}" + BEST_SPLIT.removeprefix("best ")
-    advice = "Split {ratios:ratios} over {devices:and} ({shares:shares} samples)"
+    advice = "Split {ratios:ratios}over {devices:devices} ({shares:shares} samples)"
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """The preferred split, and others that may beat it; one of them may be one device."""
@@ -189,7 +189,7 @@ class SplitFamily(Family):
 
     def sentences(self) -> dict[str, str]:
         """The family's sentences, with another advice for rows that are assigned by cost: there the cost is split."""
-        by_cost = "Split the cost of each batch {ratios:ratios} over {devices:and} ({samples} samples){knobs:with}"
+        by_cost = "Split the cost of each batch {ratios:ratios}over {devices:devices} ({samples} samples){knobs:with}"
         return {**super().sentences(), "advice.cost": by_cost}
 
 
@@ -203,7 +203,7 @@ class ShardFamily(Family):
     in_balance = True
     titled = "{another:another}shards of the model"
     advice = (
-        "Shard the model {states:ratios} and each batch {ratios:ratios} over {devices:and} ({shares:shares} samples)"
+        "Shard the model {states:ratios}and each batch {ratios:ratios}over {devices:devices} ({shares:shares} samples)"
     )
 
     def layouts(self, view: View) -> Sequence[Layout]:

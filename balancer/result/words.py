@@ -37,6 +37,7 @@ from ..objectives import find_objective
 from ..types import Finding
 from . import learning
 
+MOST_NAMED = 8  # devices in an advice; the table beside it has the shares of more
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 DOUBTS = {  # the reason not to trust a verdict, the worst first
@@ -113,8 +114,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "framework": lambda name: "" if name == "none" else f" ({name})",
     "built": lambda seconds: f"built in {duration(seconds)} and stepped" if seconds else "stepped",
     "stepped": lambda steps: join_words([f"{step_time(seconds)} with {batch} samples" for batch, seconds in steps]),
-    "shares": join_shares,
-    "ratios": lambda ratios: ":".join(f"{ratio:.3f}" for ratio in ratios),
+    "shares": lambda all_: join_shares(all_) if len(all_) <= MOST_NAMED else str(sum(rows for rows, _ in all_)),
+    "ratios": lambda all_: ":".join(f"{one:.3f}" for one in all_) + " " if len(all_) <= MOST_NAMED else "",
+    "devices": lambda all_: join_words(all_) if len(all_) <= MOST_NAMED else f"{len(all_)} devices",
     "error": lambda share: "" if percent(share, 1) == percent(0.0, 1) else f" ± {percent(share, 1)}",
     "±": lambda share: f"± {percent(share, 1)}",
     "alone": lambda alone: " alone" if alone else "",

@@ -76,6 +76,15 @@ def test_the_parts_of_a_verdict_are_joined_by_what_they_are() -> None:
     assert write_verdict([]) == ""
 
 
+@pytest.mark.parametrize(("count", "said"), [(8, "Split 0.125:"), (16, "Split over 16 devices (160 samples)")])
+def test_an_advice_for_many_devices_leaves_room_for_what_is_gained(count: int, said: str) -> None:
+    """Each device's share is in the table beside it; a terminal of 80 x 24 cuts off what is longer."""
+    ratios, labels = [1 / count] * count, [f"SIM:{i}" for i in range(count)]
+    advice = Finding("advice.split", {"ratios": ratios, "devices": labels, "shares": [(10, 10)] * count, "knobs": []})
+    assert say(advice).startswith(said)
+    assert len(say(advice)) < 200
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "recorded").glob("*.jsonl")), ids=lambda path: path.stem)
 def test_a_recorded_run_s_findings_survive_json_and_say_what_its_plan_says(path: Path) -> None:
     outcome = runs.recover(journal.read(path))

@@ -84,7 +84,5 @@ def doctor(
     for check in checks:
         print(f"{_MARKS[check.level]}  {check.name:<{width}}  {plain(check.found)}")
         if check.remedy:
-            print(
-                f"{'':{width + 6}}  → {plain(check.remedy)}" if sys.stdout.isatty() else f"      {plain(check.remedy)}"
-            )
+            print(f"      {plain(check.remedy)}")
     raise typer.Exit(code)
