@@ -72,7 +72,7 @@ def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> 
 def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch: pytest.MonkeyPatch, name: str, placement: str
 ) -> None:
-    """After three steps from the same start, on the same rows, the weights agree; Adam would divide rounding by itself."""
+    """After three steps from one start, on the same rows, the weights agree; Adam would divide rounding by itself."""
     monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)  # a pool of as many rows on a busy machine too
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))
