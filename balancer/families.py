@@ -19,6 +19,7 @@ from .types import Layout
 
 PackMode = Literal["", "logical", "mps"]
 NAMED = "{knobs:also}{shares:apart}"  # behind a layout's name: knobs, and its samples where the name isn't enough
+MOST_NAMED = 8  # devices in an advice; the table beside it has the shares of more
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 
 

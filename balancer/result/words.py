@@ -19,7 +19,7 @@ from evener.errors import EvenerError, RequestError
 from evener.plan.file import LARGER_BATCH, SOLO_PREFIX
 from evener.training.noise_scale import NoiseScale, write_scale
 
-from ..families import FAMILIES, MODES
+from ..families import FAMILIES, MODES, MOST_NAMED
 from ..number_format import (
     duration,
     factor,
@@ -37,7 +37,6 @@ from ..objectives import find_objective
 from ..types import Finding
 from . import learning
 
-MOST_NAMED = 8  # devices in an advice; the table beside it has the shares of more
 KNOBS = {"xla": "XLA", "mixed": "mixed precision"}
 
 DOUBTS = {  # the reason not to trust a verdict, the worst first
