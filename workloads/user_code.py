@@ -190,8 +190,8 @@ def _parsed(path: Path) -> ast.Module:
     except OSError as error:
         raise RequestError(f"{path} can't be read: {error.strerror or error}.", "Check the path.") from None
     except (SyntaxError, ValueError) as error:
-        where = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else f"{path}"
-        raise UserCodeError(f"{where}: {type(error).__name__}: {error}", "Correct that line.") from None
+        where, why = (f"{path}:{error.lineno or 1}", error.msg) if isinstance(error, SyntaxError) else (path, error)
+        raise UserCodeError(f"{where}: {type(error).__name__}: {why}.", "Correct that line.") from None
 
 
 def _without_function(name: str, path: Path) -> RequestError:

@@ -213,10 +213,15 @@ def test_a_format_that_the_file_s_name_denies_is_refused(capsys: pytest.CaptureF
     assert load_plan(tmp_path / "plan.json").batches
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "C"])
 def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_path: Path) -> None:
     """No command ends because the locale has no plus-minus sign."""
-    environment = {**os.environ, "PYTHONIOENCODING": encoding, "XDG_STATE_HOME": str(tmp_path)}
+    locale = C_LOCALE if encoding == "C" else {"PYTHONIOENCODING": encoding}
+    encoding = encoding.replace("C", "ascii")
+    environment = {**os.environ, **locale, "XDG_STATE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "evener", "balance", "--devices", PAIR, "--budget", "30s"]
     ran = subprocess.run(command, capture_output=True, env=environment, check=True)
     shown = ran.stdout.decode(encoding)

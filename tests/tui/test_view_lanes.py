@@ -66,3 +66,10 @@ def test_no_figure_is_ever_cut(events: Any, script: Any, width: int) -> None:
     assert numbers <= {"158012", "16384", "20480", "140", "1080"}
     if width >= 80:
         assert {"158012", "16384", "20480"} <= numbers
+
+
+def test_nothing_is_said_to_fit_on_a_device_on_which_nothing_ran(events: Any) -> None:
+    """As a search begins, it takes one row for what fits."""
+    state = advance(SessionState(), events[0])
+    unseen = msgspec.structs.replace(state, belief=Belief((CurveSketch(0, (), (), 1, None),), ""))
+    assert "fits" not in _rows(unseen, 118)[1]

@@ -94,7 +94,8 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
     raw = _GuardedFile(descriptor, raises=descriptor == 1)
     encoding = before.encoding if before is not None else "utf-8"
     codecs.register_error("evener.similar", _similar)
-    errors = "evener.similar" if descriptor == 2 or before is None or before.errors == "strict" else before.errors
+    usual = ("strict", "surrogateescape")  # the latter in the C locale
+    errors = "evener.similar" if descriptor == 2 or before is None or before.errors in usual else before.errors
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=descriptor == 2 or raw.isatty())
 
 

@@ -111,10 +111,9 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
     wall = memory_wall(lane.state, lane.device)
     belief = lane.state.belief
     sketch = next((each for each in belief.curves if each.device == lane.device), None) if belief else None
-    largest = ""
-    if sketch is not None and sketch.largest_batch is not None:
-        predicted = sketch.largest_batch > largest_run(lane.state, lane.device)
-        largest = f"{'~' if predicted else ''}{sketch.largest_batch}"
+    largest, ran = "", largest_run(lane.state, lane.device)
+    if sketch is not None and sketch.largest_batch is not None and ran:
+        largest = f"{'~' if sketch.largest_batch > ran else ''}{sketch.largest_batch}"
     forms: list[tuple[Span, ...]] = [(Span(f"{largest} fits") if largest else Span(Mark.NONE, "dim"),)]
     if wall is not None:
         walled = Span(f"{Mark.WALL}{wall}", "bad")
