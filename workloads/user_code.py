@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
@@ -79,13 +80,16 @@ def guess_framework(name: str) -> str:
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
-    return imported_framework(Path(home)) or "tensorflow"
+    _parsed(Path(home))  # says what is wrong with it
+    return script_framework(Path(home)) or "tensorflow"
 
 
-def imported_framework(script: Path) -> str:
+def script_framework(script: Path) -> str:
     """The framework that a Python file imports, or that what it imports is for; empty where that isn't clear."""
-    packages = {package_of(name) for node in ast.walk(_parsed(script)) for name in list_imports(node)}
-    found = [framework for framework, own in _PACKAGES.items() if packages & own]
+    imported: list[str] = []
+    with suppress(EvenerError):
+        imported = [name for node in ast.walk(_parsed(script)) for name in list_imports(node)]
+    found = [framework for framework, own in _PACKAGES.items() if own & set(map(package_of, imported))]
     return found[0] if len(found) == 1 else ""
 
 

@@ -86,7 +86,7 @@ class Program:
         rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
         self._rates = views.digest(rates, self._rates)
         if not (dist.is_available() and dist.is_initialized()):
-            self.notebook.stay(views.NO_GROUP)
+            self.stay(views.NO_GROUP)
         elif not self.notebook.last_words:
             self.notebook.last_words = views.NO_LOOP
 

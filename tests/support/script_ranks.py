@@ -10,6 +10,9 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import msgspec
+
+from evener.errors import RequestError
 from evener.plan.file import load_plan
 from evener.training import launched
 
@@ -107,6 +110,22 @@ def save_captured_trainer(folder: Path, rank: int, script: str) -> None:
     os.environ[launched.PROGRAM_COMMAND] = json.dumps([script, f"{folder}/"])
     made = build()
     torch.save([type(made).__name__, made.state.global_step], folder / f"{rank}.pt")
+
+
+def save_step_alone(folder: Path, rank: int, strict: bool) -> None:
+    """What an optimizer's step without a process group raises under evener run, and what the first rank notes of it."""
+    import torch
+
+    from evener.program.notes import ProgramSettings
+    from evener.program.program import Program
+
+    os.environ[launched.PROGRAM] = msgspec.json.encode(ProgramSettings("", "train.py", strict)).decode()
+    program, raised = Program(), ""
+    try:
+        program.note_update(torch.optim.SGD([torch.zeros(1)]))
+    except RequestError as error:
+        raised = str(error)
+    torch.save([raised, program.notebook.why], folder / f"{rank}.pt")
 
 
 def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:

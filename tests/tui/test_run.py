@@ -170,6 +170,27 @@ def test_the_trainer_of_a_program_is_what_it_would_train(trainer_ranks: Ranks) -
     assert found == [["Trainer", 0]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_training_in_each_process_alone_is_said_and_ends_where_it_has_to_be_balanced(
+    strict: bool, trainer_ranks: Ranks
+) -> None:
+    ((raised, noted),) = trainer_ranks(f"{SCRIPTS}.save_step_alone", strict)
+    assert "trains without a process group" in noted
+    assert ("Leave --strict out" in raised) is strict
+
+
+def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
+    """It would be trained whole in each process, and nothing would be said."""
+    script = tmp_path / "train.py"
+    script.write_text("import keras")
+    for words in ([str(script)], ["python", "-u", str(script), "--epochs", "3"]):
+        with pytest.raises(RequestError, match=r"trains with TensorFlow.* evener launch"):
+            read_command(words)
+    script.write_text("import keras, torch")
+    assert read_command([str(script)]).name == "train.py"
+
+
 @two_cores
 def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[list[str]] = []

@@ -131,16 +131,7 @@ def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
     text = snapshot_text(snapshot, max(80, width), colour=colour)
-    return to_ascii(text) if ascii_only or not _draws_signs() else text
-
-
-def _draws_signs() -> bool:
-    """False if the stream's encoding has nothing beyond ASCII."""
-    try:
-        "━╸▸…".encode(sys.stdout.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+    return to_ascii(text) if ascii_only else text
 
 
 _CODES: dict[Tone, str] = {

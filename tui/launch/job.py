@@ -6,7 +6,6 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from evener.devices.discover import discover
 from evener.devices.network import RENDEZVOUS_PORT, choose_interface
 from evener.devices.registry import BACKENDS, child_environment, find_backend, import_path, kind_of
 from evener.devices.types import Device
-from evener.errors import DeviceError, EvenerError, PlanError, RequestError
+from evener.errors import DeviceError, PlanError, RequestError
 from evener.plan.file import Plan, Share, load_plan, to_json
 from evener.training.launched import DEVICE, HOST, ONE_PROCESS, PLAN, REPLACED_PLAN, RESTART, RUN, find_host, resolve
 from evener.training.start_rank import STARTS
-from evener.workloads.user_code import imported_framework
+from evener.workloads.user_code import script_framework
 
 WAIT_SECONDS = 60.0
 FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -167,9 +166,7 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 def _choose_framework(plan: Plan, script: str) -> str:
     """The plan's, which must be that of the script; PyTorch if neither says it."""
-    imported = ""
-    with suppress(EvenerError):  # Python itself says what is wrong with it
-        imported = imported_framework(Path(script)) if script != "-m" else ""
+    imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
         return imported or "torch"
     if imported and imported != plan.framework:

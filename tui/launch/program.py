@@ -25,6 +25,7 @@ from evener.plan.file import Plan, Share, load_plan, make_layout, parse_plan
 from evener.program.notes import ProgramSettings, RankNote
 from evener.system.files import runs_folder
 from evener.training.launched import PROGRAM, PROGRAM_COMMAND
+from evener.workloads.user_code import script_framework
 
 from ..text.formatting import Table
 
@@ -70,11 +71,16 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
         if options[1] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
             raise _starts_itself(f"python -m {options[1]}", options[2:])
         return ProgramCommand(executable, tuple(rest), f"-m {options[1]}")
-    if script.endswith(".py") and not Path(script).is_file():
+    if not script.endswith(".py"):
+        return ProgramCommand(executable, tuple(rest), executable)
+    if not Path(script).is_file():
         raise RequestError(f"There is no script {script}.", "Correct its name.")
-    return ProgramCommand(
-        executable, tuple(rest), str(Path(script).absolute()) if script.endswith(".py") else executable
-    )
+    if script_framework(Path(script)) == "tensorflow":  # each process would train it whole
+        raise RequestError(
+            f"{script} trains with TensorFlow, and evener run balances PyTorch.",
+            "Build its model by Split().build(build), and start it by evener launch with a plan (docs/training.md).",
+        )
+    return ProgramCommand(executable, tuple(rest), str(Path(script).absolute()))
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ sys.path[:] = [folder for folder in sys.path if folder != _own]
 try:
     install = import_module("evener.program.install").install  # by its name, as this file belongs to no package
 except ImportError as error:
-    sys.stderr.write(f"evener: {sys.executable} can't import evener ({error}), so its program isn't balanced.\n")
+    sys.stderr.write(f"evener: its program isn't balanced: install evener for {sys.executable} ({error}).\n")
 else:
     install()
 _this = sys.modules.pop("sitecustomize", None)
