@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -42,19 +43,8 @@ def check_module_loss(strategy: Any, loader: Any, count: OfPart | None) -> bool:
     rows = SimpleNamespace(  # as a loop's own loader has them
         dataset=loader.dataset, batch_sampler=loader.batch_sampler.sampler, collate_fn=loader.collate_fn
     )
-    try:
-        with _silent(module):
-            found = check_part_loss(
-                lambda part: _compute(strategy, part.batch), rows, count, [module], strategy.root_device
-            )
-        return found is not None
-    except RequestError as error:
-        counted = (
-            "For a mean over tokens or class weights, say what is counted: split.strategy(count=lambda part: ...)."
-        )
-        raise RequestError(
-            error.message, error.remedy if count or "mean" not in error.message else f"{counted} {error.remedy}"
-        ) from None
+    with _silent(module):
+        return check_part_loss(partial(_compute, strategy), rows, count, [module], strategy.root_device) is not None
 
 
 def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: int) -> None:
@@ -69,10 +59,10 @@ def check_module_part(strategy: Any, weights: BatchWeights, part: Part, rows: in
         raise RequestError("split.loss and split.gather are of a whole batch.", "Return a mean over rows.") from None
 
 
-def _compute(strategy: Any, batch: Any) -> Any:
-    """The loss of a batch, on its way as in a step."""
+def _compute(strategy: Any, part: Part) -> Any:
+    """The loss of a part, on its way as in a step."""
     module, precision = strategy.lightning_module, strategy.precision_plugin
-    batch = module._on_before_batch_transfer(precision.convert_input(batch), dataloader_idx=0)
+    batch = module._on_before_batch_transfer(precision.convert_input(part.batch), dataloader_idx=0)
     batch = module._apply_batch_transfer_handler(batch, device=strategy.root_device, dataloader_idx=0)
     return _step(strategy, batch)
 

@@ -94,10 +94,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class LossCheck:
-    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows."""
+    """Checks a loss on a few rows; `count` says what it may be a mean over beside rows, `remedy` what to do if not."""
 
-    def __init__(self, measure: LossMeasure, batch: CheckBatch, count: Count) -> None:
-        self.measure, self.batch, self._count = measure, batch, count
+    def __init__(self, measure: LossMeasure, batch: CheckBatch, count: Count, remedy: str = REMEDY) -> None:
+        self.measure, self.batch, self._count, self._remedy = measure, batch, count, remedy
 
     def find_meaning(self, function: Compute, wanted: Collection[str] = ()) -> LossMeaning:
         """The meaning of the loss of `function`; RequestError if it is no mean, or none over what is `wanted`."""
@@ -146,7 +146,7 @@ class LossCheck:
                 " rows to other lengths.",
                 "Pad all rows to one length, and give the model their attention mask.",
             )
-        raise RequestError(describe(figures), REMEDY)
+        raise RequestError(describe(figures), self._remedy)
 
 
 def find_together(find: Callable[[], Found | None], strict: bool = False) -> Found | None:

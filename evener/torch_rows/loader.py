@@ -30,15 +30,16 @@ LOADER_OPTIONS = {  # of DataLoader that are free, and what it takes for those t
 class Epoch:
     """A loop over a loader; `tail` is None if all its batches weigh the same, else what the last one has instead.
 
-    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes.
+    `dealt`: its rows were dealt by length, so a batch is not to be cut into passes. `loader()` is the split's, or None.
     """
 
-    __slots__ = ("batches", "dealt", "open", "tail", "training", "unfinished")
+    __slots__ = ("batches", "dealt", "loader", "open", "tail", "training", "unfinished")
 
     def __init__(self, training: bool = True, tail: object = None, dealt: bool = False) -> None:
         self.training = training
         self.tail = tail
         self.dealt = dealt
+        self.loader: Callable[[], Loader | None] = lambda: None
         self.open = True
         self.unfinished = False  # it ended before its newest batch was computed
         self.batches: list[Any] = []  # the newest, and older ones that may still be in use
@@ -141,6 +142,7 @@ class Loader:
         if digest is not None:
             listener.compare(digest)
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
+        origin.loader = weakref.ref(self)
         batches = sampler.join_passes(iter(self._fetch))
         schedule = sampler.schedule
         ahead = Prefetcher(batches, self._sent_to, self.prefetch) if self.prefetch else None

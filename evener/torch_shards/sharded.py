@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..torch_rows.structure import each_tensor, tensors_in
 from ..torch_split.collectives import own_collectives, spread
-from ..torch_split.exchange import ignore
 from .flat import ShardPlace, Slot
 from .unit import Ledger, Unit, find_parameters
 
@@ -43,8 +42,8 @@ class Sharded:
         self.slots = [slot for unit in made for slot in unit.slots]
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         self.weight, self.ran, self.noise, self.alone = 1.0, False, None, False
-        self.begun: Callable[[Any, Any], None] = ignore
-        self.done: Callable[[], None] = ignore
+        self.begun: Callable[[Any, Any], None] = lambda *_: None
+        self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
         self.keeps = keeps
         self._sums = True  # the backward pass of the last forward pass ends with a sum

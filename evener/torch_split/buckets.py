@@ -18,7 +18,9 @@ FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
 FUSED = {"cpu": 1 << 12, "cuda": 1 << 21}  # numbers of a mean gradient from which weighting it as it is copied gains
 MOST_PATTERNS = 64  # of flags that a bucket keeps
 MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
-TAIL = 2  # numbers of a bucket that are no gradient's
+SAMPLED = 8  # weights that ranks compare at a time
+TAIL = 3 + SAMPLED  # numbers of a bucket that are no gradient's
+APART = 1e-2, 1e-1  # by which ranks' weights differ that aren't the same; in sums of 16 bits
 
 GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
@@ -26,8 +28,8 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 class Bucket:
     """The gradients of some parameters, one after the other, a flag for each that says whether there is one, a tail.
 
-    `last` is the parameter whose gradient should come last. The tail says whether a rank's buffers have changed, and
-    the number of the batch, by which ranks see whether they sum the same one.
+    `last` is the parameter whose gradient should come last. The tail says whether a rank's buffers have changed, the
+    number of the batch, by which ranks see whether they sum the same one, and how far their weights are apart.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -172,7 +174,8 @@ class Bucket:
                 self._patterns.clear()
             flags = torch.full((len(self._parameters) + TAIL,), float(counts), dtype=self.flat.dtype)
             flags[self._absent] = 0
-            flags[-TAIL:] = torch.tensor([0, number])
+            flags[-TAIL:] = 0
+            flags[1 - TAIL] = number
             self._patterns[key] = flags.to(self.flat.device)
         return self._patterns[key]
 
@@ -235,14 +238,6 @@ class HostCopy:
             self._event.synchronize()
         return list(self._figures.tolist())
 
-    def read_and_take(self, figures: torch.Tensor) -> list[Any]:
-        """The figures, waited for; others, of as many, are under way in their place."""
-        read = self.read()
-        self._figures.copy_(figures, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-        return read
-
 
 class Tails:
     """Reads the tails of sums: after the first a step late where a device is behind, so that nobody waits for it."""
@@ -252,15 +247,19 @@ class Tails:
         self._expected = 0  # the number in it
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """True if a rank's buffers have changed; RequestError unless the number is the one that is expected."""
+        """True if a rank's buffers have changed; RequestError for another number than expected, or other weights."""
         before, self._expected = self._expected, expected
-        if not tail.is_cuda:
-            (changed, number), before = tail.tolist(), expected
-        elif self._copied is None:
-            self._copied = HostCopy(tail)
-            (changed, number), before = self._copied.read(), expected
-        else:
-            changed, number = self._copied.read_and_take(tail)
+        copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
+        if copied is None:  # it is the first one, or there
+            before = expected
+        changed, number, *weights = tail.tolist() if copied is None else copied.read()
+        if sum(map(abs, weights[:-1])) > APART[tail.element_size() < 4] * abs(weights[-1]):
+            raise RequestError(
+                "The ranks' weights aren't the same any more: a rank has changed its own by what the others don't have,"
+                " such as a rate that follows the loss of its rows, or random numbers.",
+                "Decide by figures that all ranks have, as of split.mean(loss), and draw what changes weights from a"
+                " torch.Generator that has the same seed on every rank.",
+            )
         if number != before:
             raise RequestError(
                 "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a loop"

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import DeviceError, RequestError
-from ..torch_loss.check import CheckBatch, Count, LossCheck, find_together, make_check_batch
+from ..torch_loss.check import REMEDY, CheckBatch, Count, LossCheck, find_together, make_check_batch
 from ..torch_loss.measure import LossMeasure
 from ..torch_rows.structure import cut_rows, each_tensor, tensors_in
 from ..training.loss_check import LossMeaning
@@ -51,7 +51,7 @@ def check_part_loss(
         batch = make_check_batch(loader.dataset, loader.batch_sampler, loader.collate_fn)
         if batch is None:
             return None
-        check = LossCheck(LossMeasure(torch.nn.ModuleList(wrapped)), batch, _counts(count, device))
+        check = LossCheck(LossMeasure(torch.nn.ModuleList(wrapped)), batch, _counts(count, device), _REMEDY)
         meaning = check.find_meaning(lambda each: loss(_to_part(each, device)))
         wanted = _COUNTED if count else "rows"
         if wanted not in meaning.mean_over:
@@ -64,6 +64,18 @@ def check_part_loss(
                 stack.enter_context(model.no_sync())
         return find_together(find)
     return None
+
+
+def find_unchecked(training: Any, batch: Any, compute: OfPart) -> Any:
+    """The loader of a batch, if it is the first that `compute` computes, as it was given, and no ranks meet in it."""
+    weights, code = training.weights, getattr(compute, "__code__", type(compute))
+    taken = weights.current
+    if taken is None or code in weights.computed:
+        return None
+    weights.computed.add(code)
+    same = [id(each()) for each in taken.tensors] == list(map(id, tensors_in(batch)))
+    meets = weights.equal_passes or training.passes.meets
+    return taken.origin.loader() if same and weights.models and not meets else None
 
 
 def check_rows(
@@ -87,6 +99,7 @@ def check_rows(
 
 
 _COUNTED = "what count= counts"
+_REMEDY = f"For a mean over tokens or class weights, give count=, of what it is a mean over. {REMEDY}"
 
 
 def _to_part(batch: Any, device: torch.device) -> Part:

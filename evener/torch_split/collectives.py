@@ -64,15 +64,20 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count() -> int:
+    return sum(count_exchanges().values())
+
+
+def count_exchanges() -> dict[str, int]:
+    """The collectives that this process has begun among several ranks, by process group and device."""
     if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
-    backends = {group._get_backend(device) for group in groups for device in group._device_types}
-    total = 0
-    for backend in backends:
+        return {}
+    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
+    every = {group._get_backend(device): (group, device) for group in groups for device in group._device_types}
+    counts = {}
+    for backend, (group, device) in every.items():
         with suppress(RuntimeError):  # of one that doesn't count
-            total += backend._get_sequence_number_for_group()
-    return total
+            counts[f"{group.group_name} {device}"] = backend._get_sequence_number_for_group()
+    return counts
 
 
 def gather_rows(rows: torch.Tensor, sizes: Sequence[int], rank: int, by_loss: bool, timer: Any) -> torch.Tensor:

@@ -22,16 +22,13 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import RequestError
-from .buckets import GRADIENT, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
+from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
 BUCKETS = 6  # about as many: each costs the host the same, and more of them hide little more
 MOST_ARRIVED = 1 << 20  # gradients of a pass, by far
-
-
-def ignore(*_: Any) -> None:
-    """Nobody listens."""
+EVERY = 4  # sums of which one compares some of the ranks' weights
 
 
 class Exchange:
@@ -61,9 +58,9 @@ class Exchange:
             each.has_any(set(named))
         if not alone:
             self._agree([*named.values(), *common])
-        self.begun: Callable[[Any, Any], None] = ignore
-        self.ready: Callable[[], None] = ignore
-        self.done: Callable[[], None] = ignore
+        self.begun: Callable[[Any, Any], None] = lambda *_: None
+        self.ready: Callable[[], None] = lambda: None
+        self.done: Callable[[], None] = lambda: None
         self.noise: Any = None  # a NoiseSampler, which sees what is summed
         self.number = 0  # of the batch in its epoch
         whole = sum(each.numel() * each.element_size() for each in self.parameters)
@@ -224,6 +221,8 @@ class Exchange:
         bucket = self._buckets[self._sent]
         self._sent += 1
         bucket.weigh(self.weight, self.number)
+        if self._sent == 1 and self.sums % EVERY == 0:
+            self._compare_weights(bucket.tail[-SAMPLED - 1 :], self.sums // EVERY)
         if self._sent == 1 and self._compares:
             self._common.add_changes(bucket.tail[:1])
         if self._sent == len(self._buckets):
@@ -234,6 +233,17 @@ class Exchange:
         bucket.send(dist.group.WORLD if self.group is None else self.group)
         if self.noise is not None and self._sent == len(self._buckets):
             self.noise.send(self.group)
+
+    def _compare_weights(self, tail: torch.Tensor, turn: int) -> None:
+        """Write some weights, others in each turn, whose sum is 0 where all ranks have the same; and their size."""
+        line = self.parameters[-1 - turn % len(self.parameters)].detach()
+        if type(line) is not torch.Tensor or not line.numel():
+            return
+        while line.ndim > 1:
+            line = line[turn % len(line)]
+        own = line.real.reshape(-1)[:SAMPLED]
+        tail[: len(own)].copy_(own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1), non_blocking=True)
+        tail[-1:].copy_(own.abs().sum(), non_blocking=True)
 
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""
@@ -354,7 +364,11 @@ def exchanged_parameters() -> dict[int, bool]:
 
 
 def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
+    if frozen := not parameter.requires_grad:  # it takes no hook
+        parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(function)
+    if frozen:
+        parameter.requires_grad_(False)
     own_hooks.add(handle.id)
     return handle
 

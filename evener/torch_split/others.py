@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..training.retreat import say
+from .collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
 WAIT_SECONDS = 3.0  # for what the other ranks have to say, and until a rank that doesn't go on is stuck
@@ -242,16 +243,6 @@ def describe_error(error: BaseException | None) -> str:
     """An error in a line; empty for none, and for sys.exit()."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
-
-
-def count_exchanges() -> dict[str, int]:
-    """The exchanges that this rank has begun, by process group and device."""
-    counts = {}
-    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():
-        for device in group._device_types:
-            with suppress(RuntimeError):  # of one that doesn't count
-                counts[f"{group.group_name} {device}"] = group._get_backend(device)._get_sequence_number_for_group()
-    return counts
 
 
 def find_error() -> BaseException | None:

@@ -25,7 +25,7 @@ from ..training.dealing import make_dealer
 from ..training.loss_check import LossMeaning
 from ..training.rebalance import GROWTH, Rebalancer, name_devices
 from .batch import OfPart, Part, make_parts, weigh_by_count
-from .checks import check_part_loss, check_rows
+from .checks import check_part_loss, check_rows, find_unchecked
 from .collectives import add_up, end_when_stuck
 from .noise import NoiseSampler, PassNoise, RankNoise, refuse_noise
 from .others import explain_at_exit, watch_others
@@ -214,12 +214,13 @@ class PlannedTraining:
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
-    def step(self, batch: Any, compute: OfPart, count: OfPart | None = None) -> Any:
+    def step(self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True) -> Any:
         """Forward and backward of a batch, in the passes of the plan: this rank's mean loss, for `Split.mean`.
 
         `compute(part)` is the mean loss of part.batch, over rows or what `count(part)` counts:
         `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once.
-        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch.
+        A pass that runs out of memory is computed again in smaller ones. Every rank calls it for every batch. The first
+        time, the loss is checked as by `check`.
         """
         self.passes.check = partial(check_rows, compute, self.weights, self.weights.models, self.device)
         total: Any = 0.0
@@ -227,6 +228,8 @@ class PlannedTraining:
             with part:
                 total = total + part.backward(compute(part))
         self.passes.check = None
+        if check and (loader := find_unchecked(self, batch, compute)) is not None:
+            self.check(loader, compute, count)
         return total
 
     def parts(self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None) -> Iterator[Part]:

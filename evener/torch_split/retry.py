@@ -89,7 +89,7 @@ class Passes:
         self._given: set[Exchange] = set()  # gradients by earlier passes of the batch
         self._part: Part | None = None  # that is computed
         self._before = 0  # collectives of the loop's own before the pass
-        self._meets = False  # there are some in a pass
+        self.meets = False  # there are some in a pass
         self.final = (  # why a pass can't be undone where there is no exchange, and what to do
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
@@ -220,7 +220,7 @@ class Passes:
         SHORT.add(self._device)
         held = describe_memory(self._device)
         self.limit.fail(part.rows, self._least(), held)
-        if self._meets:
+        if self.meets:
             raise self._meeting(f"ran out of memory in a pass of {part.rows} rows ({held})")
         self._check_sum(part)
         others = held_by_others(self._device)
@@ -232,7 +232,7 @@ class Passes:
         """Note that the loop has met other ranks in this pass; DeviceError if it is a piece of the plan's pass."""
         if count_foreign() == self._before:
             return
-        self._meets = True
+        self.meets = True
         if part.rows < part.planned and not part.error:
             raise self._meeting(f"takes {part.rows} rows at once of a pass of {part.planned}, as memory was short")
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from inspect import signature
 from typing import Any
 
 import torch
@@ -36,17 +37,8 @@ def check_model(model: Any, plan: Plan | None, strict: bool) -> None:
             warnings.warn(difference, stacklevel=3)
 
 
-_OPTIONS = {"bucket_cap_mb", "broadcast_buffers", "process_group"} | {  # and those that make no difference here
-    "device_ids",
-    "output_device",
-    "dim",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "check_reduction",
-    "init_sync",
-    "skip_all_reduce_unused_params",
-}
+_OTHER = {"module", "mixed_precision", "device_mesh", "delay_all_reduce_named_params", "param_to_hook_all_reduce"}
+_OPTIONS = signature(DistributedDataParallel).parameters.keys() - _OTHER  # most make no difference here
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed

@@ -26,6 +26,7 @@ from tests.support.torch_program_parts import (
     sgd,
     split_by,
     split_in_passes,
+    train,
     update,
     weights,
 )
@@ -106,6 +107,32 @@ def a_layer_that_trains_for_a_while(shares: Shares, rows: TensorDataset) -> list
 
     torch.manual_seed(4)
     return fit(shares, rows, Late(), plain, bucket_cap_mb=0.0001)
+
+
+@exact
+def a_gan_in_one_module_whose_halves_are_frozen_in_turn(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """As Lightning's toggle_optimizer does, from before the first sum on."""
+
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator, self.critic = network(WIDTH), network(1)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.critic(self.generator(inputs.sin()))
+            return made
+
+    def train_half(frozen: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, sign: float) -> None:
+        frozen.requires_grad_(False)
+        update(optimizer, F.softplus(sign * model(inputs)).mean())
+        frozen.requires_grad_(True)
+
+    split, net = split_by(shares), Gan()
+    model, halves = split.wrap(net), [sgd(net.generator), sgd(net.critic)]
+    for inputs, _ in split.loader(rows):
+        train_half(net.generator, halves[1], inputs, 1.0)
+        train_half(net.critic, halves[0], inputs, -1.0)
+    return weights(model)
 
 
 @exact
@@ -273,6 +300,44 @@ def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> lis
         if not (loss * (float("nan") if number == 1 and split.rank == 1 else 1.0)).isfinite():
             continue
         update(optimizer, loss)
+    return weights(model)
+
+
+@refused("The ranks' weights aren't the same")
+def a_rate_by_a_ranks_own_loss(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in range(4):
+        for inputs, labels in loader:
+            loss = F.cross_entropy(model(inputs), labels)
+            update(optimizer, loss)
+            schedule.step(loss.item())
+    return weights(model)
+
+
+@refused("The ranks' weights aren't the same")
+def a_layer_that_ranks_draw_apart(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """Drawn again in each epoch, after masks of which ranks draw unequal numbers."""
+    split, last = split_by(shares), nn.Linear(6, CLASSES).double()
+    model, loader = split.wrap(nn.Sequential(network(6), nn.Dropout(0.1), last)), split.loader(rows)
+    optimizer = sgd(model)
+    for _ in range(4):
+        last.reset_parameters()
+        train(model, loader, optimizer)
+    return weights(model)
+
+
+@refused("it isn't a mean over rows. For a mean over tokens")
+def a_mean_over_some_labels_by_split_step(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_in_passes(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for batch in split.loader(rows):
+        optimizer.zero_grad()
+        split.step(batch, lambda part: F.cross_entropy(model(part.batch[0]), part.batch[1], ignore_index=1))
+        optimizer.step()
     return weights(model)
 
 
