@@ -238,7 +238,7 @@ def test_what_a_child_writes_is_plain(
 def test_the_app_draws_nothing_raw(poisoned_run: str) -> None:
     """On a real terminal: evil runs, with their details open."""
     keys = (b"\x1b[B", b"\r", b"\x1b", b"3", b"\r", b"\x1b[B", b"\x1b", b"?", b"\x1b", b"1", b"q")
-    shown_harmless(drawn_by(["--devices", "sim:t4,t4"], keys))
+    shown_harmless(drawn_by(["--devices", "sim:t4,t4"], keys, first=b"T4"))
 
 
 @pytest.mark.slow
@@ -281,6 +281,7 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
         drawn, until = b"", time.monotonic() + 60
         while keys and first not in drawn and time.monotonic() < until:
             drawn += read_for(ours, 0.1)
+        begun = time.monotonic() < until
         for key in keys:
             drawn += read_answer(ours)
             os.write(ours, key)
@@ -289,9 +290,12 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
                 drawn += read_answer(ours)
                 os.write(ours, key)
             drawn += read_for(ours, 0.1)
+        ended = process.poll() is not None
         process.kill()
     drawn += read_for(ours, 0.1)
     os.close(ours)
+    assert begun, f"{first!r} is never drawn"
+    assert ended, "it goes on"
     return drawn
 
 
