@@ -59,7 +59,7 @@ from tests.support.ray_cluster import (
     until,
     until_gone,
 )
-from tests.support.ray_programs import SCRIPT, SOON_SILENT, SURVIVING, WAITING, plan_over
+from tests.support.ray_programs import IMPATIENT, SCRIPT, SURVIVING, WAITING, plan_over
 
 skip_without("ray")
 pytestmark = [
@@ -380,7 +380,7 @@ def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_p
     (tmp_path / "train.py").write_text(SURVIVING)
     errors, printed = tmp_path / "errors.txt", tmp_path / "printed.txt"
     with errors.open("w") as stream, printed.open("w") as output:
-        command = [sys.executable, "-m", "evener", "launch", "--ray", "--ray-address", free_cluster.address]
+        command = [sys.executable, "-c", IMPATIENT, "launch", "--ray", "--ray-address", free_cluster.address]
         launch = subprocess.Popen(
             [*command, "--max-restarts", "1", "plan.toml", "train.py", str(tmp_path)],
             cwd=tmp_path,
@@ -506,7 +506,7 @@ def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again
         str(started),
     ]
     launcher = subprocess.Popen(
-        [sys.executable, "-c", SOON_SILENT, "launch", *words],
+        [sys.executable, "-c", IMPATIENT, "launch", *words],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

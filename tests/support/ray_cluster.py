@@ -24,7 +24,13 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 @contextlib.contextmanager
 def running_cluster(state: Path) -> Iterator[Any]:
     """`ray.cluster_utils.Cluster` with two nodes; this process isn't connected to it yet. `state` is for locks."""
-    variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "XDG_STATE_HOME": str(state)}
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_health_check_initial_delay_ms": "300",
+        "RAY_health_check_period_ms": "300",  # not 3 s: a node has gone after five
+        "XDG_STATE_HOME": str(state),
+    }
     with mock.patch.dict(os.environ, variables):
         import ray
         from ray.cluster_utils import Cluster

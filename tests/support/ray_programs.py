@@ -48,12 +48,12 @@ open(os.path.join(sys.argv[1], os.environ["EVENER_HOST"]), "w").close()
 time.sleep(600)
 """
 
-SOON_SILENT = """
+IMPATIENT = """
 from evener.__main__ import main
 from evener.tui.launch import cluster
-cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS = 0.5, 2.0
+cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.OTHERS_SECONDS = 0.2, 0.6, 1.0
 main()
-"""  # `evener`, which waits for less time until it gives up a head: Ray burns a core until then
+"""  # `evener`, which waits for less time until it gives up a head, as Ray burns a core until then, or other hosts
 
 
 def plan_over(*devices: tuple[str, str], engine: str = "") -> Plan:
