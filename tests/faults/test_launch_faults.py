@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from evener.errors import PlanError
 from evener.plan.file import load_plan
+from tests.support.forked_evener import ForkedEvener
 from tests.support.killed_launchers import list_processes
 from tests.support.launched_plan import plan
 from tests.support.python_path import python_path
+from tests.support.rank_server import RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
@@ -62,25 +64,45 @@ signal.pause()
 """
 
 
-def launch(folder: Path, script: str, *options: str, framework: str = "tensorflow") -> subprocess.CompletedProcess[str]:
-    """A script on two slices, by evener launch."""
+def prepare(folder: Path, script: str, framework: str) -> None:
+    """A script and its plan for two slices."""
     (folder / "train.py").write_text(script)
     engine = "multiworker" if framework == "tensorflow" else ""
     plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(folder / "plan.toml")
+
+
+def launch(folder: Path, script: str, *options: str, framework: str = "tensorflow") -> subprocess.CompletedProcess[str]:
+    """A script on two slices, by evener launch."""
+    prepare(folder, script, framework)
     words = [sys.executable, "-m", "evener", "launch", *options, "plan.toml", "train.py"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("framework", ["tensorflow", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_rank_that_leaves_in_mid_epoch_is_the_one_that_is_named(folder: Path, framework: str) -> None:
-    """Of own children and of PyTorch's agent: the others only fail because of it."""
-    if framework == "torch":
-        pytest.importorskip("torch")
-    done = launch(folder, LEAVER, framework=framework)
-    _, *said = [line for line in done.stderr.splitlines() if line.startswith("evener: ")]  # what it starts
-    words = "evener: rank 0 left with exit code 0, and rank 1 ended with exit code 1; the others were stopped"
-    assert (done.returncode, said) == (1, [words])
+WHO_LEFT = "evener: rank 0 left with exit code 0, and rank 1 ended with exit code 1; the others were stopped"
+
+
+def list_said(errors: str) -> list[str]:
+    """Evener's lines, but for the first one, which says what starts."""
+    return [line for line in errors.splitlines() if line.startswith("evener: ")][1:]
+
+
+def test_a_rank_that_leaves_in_mid_epoch_is_the_one_that_is_named(folder: Path) -> None:
+    """The others only fail because of it."""
+    done = launch(folder, LEAVER)
+    assert (done.returncode, list_said(done.stderr)) == (1, [WHO_LEFT])
+
+
+@pytest.mark.slow
+def test_a_rank_of_pytorch_s_agent_that_leaves_is_named_too(
+    folder: Path, rank_server: Callable[[str], RankServer]
+) -> None:
+    pytest.importorskip("torch")
+    prepare(folder, LEAVER, "torch")
+    server, variables = rank_server("tests.support.torch_imports"), {"PYTHONPATH": python_path(ROOT)}
+    launcher = ForkedEvener(server, folder, folder / "evener", ("launch", "plan.toml", "train.py"), variables)
+    _, errors = launcher.communicate(240)
+    assert (launcher.returncode, list_said(errors)) == (1, [WHO_LEFT])
 
 
 def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
