@@ -260,9 +260,11 @@ def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def servers_of_all() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def servers_of_all(
+    rank_server: Callable[[str], RankServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """The servers of `shared_servers`, which end with the test run."""
-    with running_servers() as sharing:
+    with running_servers(rank_server, tmp_path_factory.mktemp("probes")) as sharing:
         yield sharing
 
 

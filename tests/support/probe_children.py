@@ -30,11 +30,12 @@ def list_children() -> list[psutil.Process]:
 
 
 def list_probe_children(pid: int | None = None) -> list[psutil.Process]:
-    """Those of this process, or of another one, that haven't ended."""
+    """Those of this process and of the servers that tests share, or of another process, that haven't ended."""
     found: list[psutil.Process] = []
-    for server in psutil.Process(pid).children():
+    forked = [psutil.Process(each) for each in shared if pid is None and psutil.pid_exists(each)]
+    for server in {each.pid: each for each in (*psutil.Process(pid).children(), *forked)}.values():
         with suppress(psutil.Error):
-            if MODULE in server.cmdline():
+            if server.pid in shared or MODULE in server.cmdline():
                 found += [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
     return found
 

@@ -1,23 +1,99 @@
 """Servers that outlive their sessions: those of this process that import the same framework share one.
 
-PyTorch takes 1.5 s of CPU to import, TensorFlow 3 s. A session ends its children as ever; they are forked in its folder
-and with the variables that its server would have had, so that a test's own folders count.
+Each is forked from the RankServer of its framework, which all workers share: PyTorch takes 1.5 s of CPU to import,
+TensorFlow 3 s. A session ends its children as ever; they are forked in its folder and with the variables that its
+server would have had, so that a test's own folders count.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
 from unittest import mock
 
 import msgspec
 
-from evener.balancer.probes import hosts
+from evener.balancer.probes import fork_server, hosts
 from evener.balancer.probes.fork_server import ForkedChild, ServerProcess, _merge_variables
 from evener.devices.backend import ChildEnvironment
+from tests.support.rank_server import RankServer
 
+RANK_SERVERS = {"torch_backend": "tests.support.torch_imports", "keras_backend": "keras"}
+ACCEPT_SECONDS = 120.0  # for the import of a framework on a busy machine
 shared: set[int] = set()  # the processes of servers that tests share
+
+
+class ForkedProgram:
+    """The fork server's program as a fork of a RankServer's process: what a ServerProcess uses of a Popen."""
+
+    def __init__(self, server: RankServer, folder: Path, descriptors: Sequence[int], start: dict[str, Any]) -> None:
+        words = "tests.support.shared_servers.serve", folder, str(folder / "door"), start
+        folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(str(folder / "door"))
+            door.listen()
+            door.settimeout(ACCEPT_SECONDS)
+            Thread(target=self._run, args=(server, *words), daemon=True).start()
+            with door.accept()[0] as line:
+                socket.send_fds(line, [b"."], descriptors)
+                self.pid = int(line.recv(32))
+        self._handle = os.pidfd_open(self.pid)
+
+    @staticmethod
+    def _run(server: RankServer, *words: Any) -> None:
+        with suppress(AssertionError):  # it was killed
+            server.run(*words, ranks=[{}])
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        return -signal.SIGKILL if select.select([self._handle], [], [], 0)[0] else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; TimeoutExpired."""
+        if not select.select([self._handle], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+        return -signal.SIGKILL
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+
+
+def serve(_folder: Path, _rank: int, door: str, start: dict[str, Any]) -> None:
+    """Be `python -m evener.balancer.probes.worker`, with the socket and the log that come through the door."""
+    from evener.balancer.probes import worker
+
+    signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(door)
+        _, (channel, log), _, _ = socket.recv_fds(line, 1, 2)
+        line.send(str(os.getpid()).encode())
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    os.set_inheritable(channel, True)  # it may start as a new program, if it can't be forked
+    os.environ.clear()
+    os.environ.update(start["variables"])
+    sys.argv = [worker.__file__, str(channel), *start["imports"]]
+    sys.orig_argv = [sys.executable, "-P", "-m", fork_server.MODULE, *sys.argv[1:]]
+    worker.main()
 
 
 class SharedServer(ServerProcess):
@@ -35,14 +111,28 @@ class SharedServer(ServerProcess):
 
 
 @contextmanager
-def running_servers() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def running_servers(
+    rank_server: Callable[[str], RankServer], folder: Path
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """A context in which the sessions of this process share servers; the servers end with the outer one."""
     servers: dict[tuple[frozenset[tuple[str, str]], tuple[str, ...]], SharedServer] = {}
+    run = fork_server._run
+
+    def fork(channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]) -> Any:
+        for backend, module in RANK_SERVERS.items():
+            if backend in imports[0]:
+                start = {"variables": _merge_variables(variables), "imports": imports}
+                return ForkedProgram(rank_server(module), folder / str(len(servers)), (channel, log), start)
+        return run(channel, log, variables, imports)
+
+    def make(variables: Mapping[str, str], imports: Sequence[str]) -> SharedServer:
+        with mock.patch.object(fork_server, "_run", fork):
+            return SharedServer(variables, imports)
 
     def find(variables: Mapping[str, str], imports: Sequence[str]) -> SharedServer:
         key = frozenset(variables.items()), tuple(imports)
         if key not in servers or not servers[key].alive:
-            servers[key] = starter.submit(SharedServer, variables, imports).result()
+            servers[key] = starter.submit(make, variables, imports).result()
             shared.add(servers[key].pid)
         return servers[key]
 
