@@ -258,7 +258,7 @@ class Split:
         digest = model_digest(model) if model.built else None
         found = list(check_fit(plan, devices=None, world=None, workload_digest=digest, strict=self.strict))
         policy = model.dtype_policy.name
-        if policy != plan.precision:
+        if plan.throughput.samples_per_second and policy != plan.precision:  # a plan by hand wasn't measured
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
             found.append("The plan was measured with XLA, which neither a split nor passes can use.")

@@ -305,6 +305,10 @@ def test_a_split_that_cannot_be_is_refused(proofs: Any, request_: str, says: str
     assert says in proofs("towers")[0]["requests"][request_]
 
 
+def test_a_plan_by_hand_was_measured_in_no_precision(proofs: Any) -> None:
+    assert proofs("towers")[0]["requests"]["by hand, strict"] == ""
+
+
 @pytest.fixture(scope="module")
 def found(proofs: Any) -> dict[str, Any]:
     """What each process did with models as users write them."""

@@ -30,7 +30,7 @@ from evener.keras_split.compatibility import PartKinds
 from evener.keras_split.group import check_options
 from evener.keras_split.passes import StepStates
 from evener.live.reporter import read_trainings
-from evener.plan.file import Plan, Share, make_layout
+from evener.plan.file import Plan, Share, Throughput, make_layout
 from evener.shares import divisions
 from tests.support import keras_length_proofs, keras_rebalance_proofs, keras_users, launched_plan
 from tests.support.keras_twice import Scaled, count_traces, set_seed, trace_faster, train_twice, with_variables
@@ -471,8 +471,14 @@ def requests() -> dict[str, str]:
         "no file": lambda: Split("nowhere.toml"),
         "noise": lambda: Split(devices=two, noise=True),
         "other precision, strict": lambda: Split(make_plan(4, 4), strict=True).build(lambda: half_precision()),
+        "by hand, strict": lambda: Split(by_hand(4, 4), strict=True).build(lambda: half_precision()),
     }
     return {name: said(action) for name, action in tried.items()}
+
+
+def by_hand(*batches: int) -> Plan:
+    """A plan without figures, whose precision nobody has written."""
+    return msgspec.structs.replace(make_plan(*batches), throughput=Throughput(0.0, 0.0, 0.0), precision="float32")
 
 
 def half_precision() -> Any:
