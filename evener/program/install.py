@@ -19,6 +19,7 @@ _HOOKS = {  # module of the program's -> functions of it, and of a file of ours 
     "torch": (
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
         ("utils.data.DataLoader.__iter__", "loops:begin_loop"),
+        ("multiprocessing.spawn", "notes:note_spawn"),
         ("nn.utils.clip_grad_norm_", "program:PROGRAM.clip"),
         ("nn.utils.clip_grad_value_", "program:PROGRAM.clip"),
         *((f"distributed.{name}", "program:PROGRAM.exchange_figures") for name in _EXCHANGES),

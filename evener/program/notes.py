@@ -77,6 +77,15 @@ def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
     _refuse("torchrun", words[1:] if words[:1] == ["-u"] else words)
 
 
+def note_spawn(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """Say what becomes of processes that each of evener run's own starts, as torch.multiprocessing does."""
+    say(
+        "this program starts more processes by torch.multiprocessing.spawn; if they train, let it read RANK and"
+        " WORLD_SIZE instead, as under torchrun"
+    )
+    return wrapped(*arguments, **keywords)
+
+
 def _refuse(launcher: str, words: Sequence[str]) -> NoReturn:
     say(
         f"this program starts its processes by {launcher}, which evener run does in its place. Write evener run --"

@@ -6,7 +6,6 @@ Such a search can be resumed, and a dry run says what fits.
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -26,7 +25,7 @@ from evener.balancer.trials import DeviceOutlook, Outlook, dry_run, learn
 from evener.balancer.types import Finding
 from evener.errors import RequestError
 
-from ..text.formatting import align, folded, json_text, plain
+from ..text.formatting import align, folded, json_text, plain, say
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import frontier_table, summary_lines
@@ -125,7 +124,7 @@ def _say_phases() -> Callable[[ProbeProgress], None]:
     def report(progress: ProbeProgress) -> None:
         if progress.phase not in phases:
             phases.add(progress.phase)
-            print(f"evener: {progress.phase}", file=sys.stderr, flush=True)
+            say(progress.phase)
 
     return report
 

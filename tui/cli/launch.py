@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from evener.program.notes import ProgramSettings
 
 from ..launch.job import HostJob, make_job
 from ..launch.program import choose_plan, measure_plan, read_command, read_notes, save_plan, set_environment, summarize
-from ..text.formatting import plain
+from ..text.formatting import plain, say
 from ..text.parsing import parse_duration
 from .options import DevicesOption, RayAddressOption
 
@@ -72,7 +71,7 @@ def launch(
 def _train(job: HostJob, name: str, starts: str, max_restarts: int) -> int:
     """Train in all processes of this host, and say when they start and end; returns the exit code."""
     from ..launch.processes import named_output
-    from ..launch.restarts import run_job, say
+    from ..launch.restarts import run_job
 
     say(f"{name} {starts}")
     began = time.monotonic()
@@ -104,7 +103,7 @@ def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
             script, *words = job.command
             script = script if script == "-m" else str(Path(script).absolute())
             line = shlex.join(["evener", "launch", *restarts, *place, str(job.path), script, *words])
-            print(f"evener: on {plain(other)} run: {plain(line)}", file=sys.stderr, flush=True)
+            say(f"on {plain(other)} run: {plain(line)}")
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -133,8 +132,6 @@ def run(
 
     Its global batch, the order of rows and what it learns stay the same; docs/run.md says which programs work.
     """
-    from ..launch.restarts import say
-
     read = read_command(command or [])
     if balance and plan is not None:
         raise RequestError("--balance measures a plan, and --plan gives one.", "Give one of them.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from evener.devices.discover import discover
 from evener.devices.terms import parse_request, write_limit
 from evener.devices.types import Device
 
-from ..text.formatting import align, json_text, plain
+from ..text.formatting import align, json_text, plain, say
 from .options import DevicesOption, JsonOption, RayAddressOption
 
 _MARKS: dict[Level, str] = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
@@ -31,7 +30,7 @@ def list_devices(
         print(json_text({"devices": [_as_json(device) for device in found.devices], "notes": found.notes}))
         return
     for note in found.notes:
-        print(f"evener: {plain(note)}", file=sys.stderr)
+        say(note)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
     rows += [_row(device) for device in found.devices]
     print("\n".join(align(rows, numbers_from=len(rows[0]))))

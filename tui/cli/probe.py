@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Annotated
@@ -20,7 +19,7 @@ from evener.balancer.types import Finding, Layout, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 
-from ..text.formatting import Table, energy_cells, json_text, plain
+from ..text.formatting import Table, energy_cells, json_text, say
 from ..text.parsing import parse_duration
 from .options import BATCH, LENGTH, TRAINING, WHAT, JsonOption, takes_request
 from .output import terminal_columns
@@ -111,20 +110,17 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
 def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
-    _print_notes((*resolved.notes, f"{runs}, besides warm-up"))
-
-
-def _print_notes(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(f"evener: {plain(line)}", file=sys.stderr, flush=True)
+    for line in (*resolved.notes, f"{runs}, besides warm-up"):
+        say(line)
 
 
 def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength) -> None:
     """Print a run that has ended, and doubts about it, to stderr."""
     figure = run.this_run
     error = half_width(figure.value, figure.low, figure.high)
-    _print_notes([f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}"])
-    _print_notes(say_all(describe_doubts(run.warnings, devices, _name_more(length))))
+    say(f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}")
+    for doubt in say_all(describe_doubts(run.warnings, devices, _name_more(length))):
+        say(doubt)
 
 
 def _name_more(length: RunLength) -> str:

@@ -23,7 +23,7 @@ from evener.errors import RequestError
 from evener.live.journal import TrainingRecord
 from evener.plan.file import Format, to_json, to_toml
 
-from ..text.formatting import align, folded, harmless_json, json_text, plain, toml_text
+from ..text.formatting import align, folded, harmless_json, json_text, plain, say, toml_text
 from ..text.parsing import parse_words
 from ..text.summaries import event_line, observation_words, summary_lines, training_report
 from .options import AsciiOption, JsonOption, RunName, ThemeOption
@@ -74,7 +74,7 @@ def list_runs(
         _print_table(listed)
     else:
         words = "no run matches; evener runs lists all" if found else "no runs yet; make one with evener balance"
-        print(f"evener: {words}", file=sys.stderr)
+        say(words)
 
 
 def _parse_states(text: str | None) -> list[State] | None:
@@ -177,7 +177,7 @@ def _delete(found: Sequence[str], yes: bool) -> None:
             return
     for name in found:
         store.delete_run(name)
-        print(f"evener: deleted {name}", file=sys.stderr)
+        say(f"deleted {name}")
 
 
 @app.command()
@@ -206,9 +206,8 @@ def export(
         print(text, end="", flush=True)
         return
     plan.save(output)
-    print(f"evener: plan written to {plain(str(output))}", file=sys.stderr)
-    for step in say_all(find_training_step(plan, str(output))):
-        print(f"evener: {plain(step)}", file=sys.stderr)
+    for line in (f"plan written to {output}", *say_all(find_training_step(plan, str(output)))):
+        say(line)
 
 
 @app.command()
@@ -222,7 +221,7 @@ def report(
 
     check_new(output, force)
     save_report(run_id, output)
-    print(f"evener: report written to {plain(str(output))}", file=sys.stderr)
+    say(f"report written to {output}")
 
 
 @app.command()

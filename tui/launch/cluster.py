@@ -30,9 +30,9 @@ from evener.plan.solver import leave_out
 from evener.training.launched import REPLACED_PLAN
 
 from ..signals import caught_signals
-from ..text.formatting import plain
+from ..text.formatting import plain, say
 from .job import check_plan
-from .restarts import compare_rows, say
+from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
 HEAD_SECONDS = 5.0  # between two looks at Ray's head: without it, Ray ends this process after a minute

@@ -27,7 +27,7 @@ from evener.training.launched import DEVICE, RUN, WANTS_PROCESSES
 from evener.training.start_rank import STARTS
 
 from ..signals import caught_signals
-from ..text.formatting import plain
+from ..text.formatting import say
 from . import watcher
 from .job import HostJob, arrange
 from .processes import Ending, named_output, run_children
@@ -136,11 +136,6 @@ def _say_changes(before: Plan, after: Plan) -> None:
 def compare_rows(before: Plan, after: Plan) -> str:
     """The rows of each device before and after, as 5+3 → 8+0."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
-
-
-def say(words: str) -> None:
-    """A line of evener's own among those of the training."""
-    print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)
 
 
 CHECK_SECONDS = 10.0  # in which a device has to compute

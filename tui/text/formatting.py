@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -40,6 +41,11 @@ def plain(text: str, limit: int = 500) -> str:
         clean = "".join(" " if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp") else char for char in text)
         clean = "".join("?" if unicodedata.category(char) == "Cs" else char for char in clean)
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def say(words: str) -> None:
+    """A line of evener's own on standard error, among those of a training too."""
+    print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)
 
 
 def energy_cells(samples_per_second: float, active_watts: float, idle_watts: float) -> tuple[str, str, str]:

@@ -40,8 +40,6 @@ _SIMILAR = str.maketrans(
 
 def to_ascii(text: str) -> str:
     """`text` with every other character replaced by a similar ASCII one, cell for cell."""
-    if text.isascii():
-        return text
     text = text.replace("± ", "+-").replace("±\u00a0", "+-")  # two cells in both
     return text.translate(_SIMILAR).encode("ascii", "replace").decode("ascii")
 
