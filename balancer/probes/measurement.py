@@ -196,7 +196,8 @@ class Measurement:
         ranks = self._ranks
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         if len(ranks.unique_positions) == 1:
-            return Block(ran[0].steps, wall, self._cpu_share(ran[0]), (wall,))
+            share = self._cpu_share(ran[0])
+            return Block(ran[0].steps, wall, share, (wall * min(1.0, share or 1.0),))
         if any(reply.waited_seconds is not None for reply in ran):
             return Block(ran[0].steps, wall, None, tuple(_less(wall, reply.waited_seconds) for reply in ran))
         if not ranks.own_cores or ranks.one_process:

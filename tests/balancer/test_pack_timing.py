@@ -80,6 +80,29 @@ def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
     assert timed.device_seconds == pytest.approx((0.99 * STEP, 0.75 * STEP))
 
 
+class Disturbed:
+    """A slice of a CPU of whose core others take a third."""
+
+    ranks, fresh, import_seconds = RankMap((1,), own_cores=True), False, 0.0
+
+    def call(self, command: Callable[[int], Command], _expected: type[Reply], _s: float, _stop: object) -> list[Reply]:
+        asked = command(0)
+        if isinstance(asked, Prepare):
+            return [Prepared(STEP)]
+        assert isinstance(asked, RunSteps)
+        return [msgspec.structs.replace(ran(asked.steps, asked.steps * STEP), cpu_seconds=asked.steps * STEP * 2 / 3)]
+
+
+def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None:
+    """Alone as in a split; its samples/s are those that it has."""
+    probe = Probe(Layout("solo", (0, 16)), "solo", 2.0)
+    progress = ProgressReporter(probe, lambda _: None, time.monotonic)
+    found = Measurement(probe, cast(ChildGroup, Disturbed()), Timeouts(), progress, cast(Any, Watch()))
+    timed = found.run(threading.Event(), time.monotonic(), 0, ())
+    assert timed.step_seconds == pytest.approx(STEP)
+    assert timed.device_seconds == (None, pytest.approx(STEP * 2 / 3))
+
+
 class Watch:
     """Devices that tell nothing."""
 

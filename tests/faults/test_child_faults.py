@@ -76,7 +76,7 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
     for seen in (*first, *second):
         assert isinstance(seen, Timed)
         assert seen.low_seconds <= seen.step_seconds <= seen.high_seconds
-        assert seen.device_seconds[seen.probe.layout.active[0]] == seen.step_seconds
+        assert 0 < (seen.device_seconds[seen.probe.layout.active[0]] or 0) < 1.01 * seen.step_seconds
         assert seen.step_seconds > 0.005
     assert prober.facts().workload_digest
 

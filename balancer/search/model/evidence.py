@@ -53,15 +53,15 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
     slower = _slower_since(store, position, rounds, splits)
     known = store.recovered(position) and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
-    in_splits = tuple(read_points(splits, position, True, slower, known))
+    in_splits = tuple(read_points(splits, position, slower, known))
     return DeviceEvidence(
-        alone=tuple(read_points(rounds, position, slower=slower)),
-        at_rest=tuple(read_points(at_rest, position, slower=slower)),
+        alone=tuple(read_points(rounds, position, slower)),
+        at_rest=tuple(read_points(at_rest, position, slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_memory(store, position, solo, explored),
         rounds=len(rounds),
         lost=_lost(store, position, seen),
-        alone_in_passes=tuple(read_points(in_passes, position, slower=slower)),
+        alone_in_passes=tuple(read_points(in_passes, position, slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
         undivided=any(_blames_passes(position, one) for one in seen),
     )
@@ -148,7 +148,7 @@ def _slower_since(
     if not checks or not checks[-1].held_back(position):
         return 1.0
     steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]
-    curve = fit_curve([*read_points(steady[0], position), *read_points(steady[1], position, own_part=True)])
+    curve = fit_curve(point for seen in steady for point in read_points(seen, position))
     if curve is None:
         return 1.0
     held = [one for one in checks if one.held_back(position) and one.probe.layout.passes(position) == 1]
@@ -158,26 +158,24 @@ def _slower_since(
 
 
 def read_points(
-    seen: Sequence[Observation], position: int, own_part: bool = False, slower: float = 1.0, known: bool = False
+    seen: Sequence[Observation], position: int, slower: float = 1.0, known: bool = False
 ) -> Iterator[Point]:
-    """Whole steps, or the device's own part of them, with standard errors.
+    """The device's own part of steps, or whole steps that it took alone, with standard errors.
 
     Each error is the larger of its own error and the error expected from the median noise per step: an interval of few
     blocks is often too narrow by luck, as a probe ends once it is narrow enough; but by `LUCKY` at most, as steps of
     few rows may be noisier. A device that was held back says little of its curve, unless that isn't `known` otherwise,
     or it is `slower` by this factor since.
     """
-    found: list[tuple[Timed, float]] = []
-    for one in seen:
-        seconds = (one.device_seconds[position] if own_part else one.step_seconds) if isinstance(one, Timed) else None
-        if isinstance(one, Timed) and seconds:
-            found.append((one, seconds))
+    timed = [one for one in seen if isinstance(one, Timed)]
+    own = [one.device_seconds[position] or one.step_seconds * one.probe.layout.traits.alone for one in timed]
+    found = [(one, seconds) for one, seconds in zip(timed, own, strict=True) if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     found = steady if (known or steady) and slower == 1 else found
-    own = [relative_error(one) for one, _ in found]
+    errors = [relative_error(one) for one, _ in found]
     steps = [max(1, one.steps) for one, _ in found]
-    noise = median([e * math.sqrt(n) for e, n in zip(own, steps, strict=True)] or [0.0])
-    for (one, seconds), error, count in zip(found, own, steps, strict=True):
+    noise = median([e * math.sqrt(n) for e, n in zip(errors, steps, strict=True)] or [0.0])
+    for (one, seconds), error, count in zip(found, errors, steps, strict=True):
         layout = one.probe.layout
         wide = max(error, min(noise / math.sqrt(count), LUCKY * error))
         now = seconds if one.held_back(position) else slower * seconds
