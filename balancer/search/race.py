@@ -8,6 +8,7 @@ of the winner: the highest of several noisy figures is too high, so its own is m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -57,11 +58,12 @@ class Race:
         return (probe,) if probe else ()
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """The chosen layout once more, and again while its figure is rough; None where nothing else was measured."""
-        layout, rough = best.layout, relative_half_width(best.throughput) > ROUGH
+        """The chosen layout once more, and while turns may make it certain; None where nothing else was measured."""
+        layout, width = best.layout, relative_half_width(best.throughput)
         checks = [seen for seen in self.seen.in_stage("check") if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
-        wanted = not checks or held or (rough and best.turns < MOST_TURNS)
+        rough = ROUGH < width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
+        wanted = not checks or held or rough
         alone = all(seen.probe.layout == layout for seen in self.seen.all_timed())
         if alone or not wanted or not self._budget.affords(layout, "check"):
             return ()
