@@ -320,6 +320,7 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(capsys: pytest.Ca
         (["balance", "--devices", PAIR, "--export", "missing/plan.toml"], 2, "missing"),
         (["balance", "--devices", PAIR, "--export", "plan.yaml"], 2, "plan.yaml"),
         (["balance", "--devcies", PAIR], 2, "--devcies"),
+        (["balance", "--devices", PAIR, "--resume"], 2, "See evener balance --help."),
         (["probe", "--devices", PAIR, "--gpus", "0", "1", "--batches", "820"], 2, "batch"),
         (["probe", "--devices", PAIR, "--gpus", "0", "7", "--batches", "8", "8"], 2, "7"),
         (["probe", "--devices", PAIR, "--batches", "0"], 2, "0"),

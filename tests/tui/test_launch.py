@@ -21,6 +21,7 @@ from evener.devices.network import find_interface
 from evener.errors import DeviceError, EvenerError, RequestError
 from evener.plan.file import Plan, make_layout
 from evener.training.start_rank import STARTS
+from evener.tui.cli.launch import _list_shares
 from evener.tui.cli.main import run
 from evener.tui.launch.job import make_job
 from evener.tui.launch.processes import named_output
@@ -77,12 +78,13 @@ def test_pytorch_counts_the_gpus_that_compute_as_local_ranks_do(script: str, fak
 
 @two_cores
 def test_a_plan_by_hand_says_devices_and_batches_and_the_script_the_framework(script: str) -> None:
-    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 4 * i}\n' for i in (0, 1))
+    devices = "".join(f'[[layout.share]]\ndevice = "cpu-{i}-of-2"\nbatch = {6 - 5 * i}\n' for i in (0, 1))
     Path("plan.toml").write_text(devices)
     for text, processes in (("", 2), ("import torch", 2), ("import keras", 1)):
         Path(script).write_text(text)
         job = make_job(Path("plan.toml"), [script], None, None)
         assert (len(job.processes), job.framework) == (processes, "torch" if processes == 2 else "tensorflow")
+        assert _list_shares(job) == "6 rows on CPU:0, 1 row on CPU:1"
 
 
 def _gpus(_: object) -> Any:

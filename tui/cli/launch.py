@@ -90,8 +90,8 @@ def _name(job: HostJob) -> str:
 def _list_shares(job: HostJob) -> str:
     """5 rows on CPU:0, 2 × 410 on GPU:1."""
     devices = (device for process in job.processes for device in process)
-    pairs = zip(job.own, devices, strict=True)
-    return ", ".join(f"{write_share(share.batch, share.micro)} rows on {device.label}" for share, device in pairs)
+    words = (f"{write_share(share.batch, share.micro)} row{'s' * (share.batch > 1)}" for share in job.own)
+    return ", ".join(f"{rows} on {device.label}" for rows, device in zip(words, devices, strict=True))
 
 
 def _say_other_hosts(job: HostJob, max_restarts: int) -> None:

@@ -150,7 +150,7 @@ def run(arguments: list[str]) -> int:
     except ReaderGoneError:
         return READER_GONE_EXIT_CODE  # the journal has what was measured
     except Exception as error:
-        misuse = usage_fault(error)
+        misuse = usage_fault(error, " ".join(["evener", *(word for word in arguments[:1] if word in _MODULES)]))
         if misuse is None:
             raise
         return report_fault(misuse, as_json)

@@ -109,8 +109,8 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
     return fault.exit_code
 
 
-def usage_fault(error: Exception) -> EvenerError | None:
-    """The fault behind an argument parser's exception, or None for any other.
+def usage_fault(error: Exception, command: str) -> EvenerError | None:
+    """The fault behind an argument parser's exception in a command, or None for any other.
 
     The parser's exception classes are private to typer, so they are recognised by their method.
     """
@@ -118,7 +118,7 @@ def usage_fault(error: Exception) -> EvenerError | None:
     if describe is None:
         return None
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "evener"
+    command = context.command_path if context is not None else command
     message = str(describe()).strip()
     return RequestError(message if message.endswith((".", "?")) else f"{message}.", f"See {command} --help.")
 
