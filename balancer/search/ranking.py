@@ -9,13 +9,13 @@ than either figure. Two layouts deserve another turn while switching to the slow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean
 
 import msgspec
 
 from ..objectives import Objective, find_objective
-from ..types import Interval, Layout, Power, Problem, Timed
+from ..types import Interval, Layout, Power, Problem
 from .layouts import Candidate
 from .observations import Turns
 from .statistics import TIE, relative_error, student
@@ -195,20 +195,6 @@ def center(figure: Interval, value: float) -> Interval:
     """The figure with another value, as uncertain as it is."""
     half = (figure.high - figure.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
-
-
-def widen(figure: Interval, others: Iterable[Timed], contended: bool) -> Interval:
-    """The interval with every other measurement of the layout that doesn't overlap it.
-
-    Where devices are `contended` in the solo stage, what that found to be slower says nothing.
-    """
-    low, high = figure.low, figure.high
-    for one in others:
-        value = one.samples_per_second
-        slowed = contended and one.probe.stage == "solo" and value < figure.value
-        if not slowed and not overlap(figure, one.throughput):
-            low, high = min(low, value), max(high, value)
-    return Interval(figure.value, low, high)
 
 
 def overlap(one: Interval, other: Interval) -> bool:

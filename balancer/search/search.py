@@ -5,7 +5,7 @@ Everything is computed once after each observation, when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from statistics import fmean
 
@@ -21,7 +21,7 @@ from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
-from .ranking import ENOUGH_TURNS, ROUGH, Standing, center, choose_winner, mean_power, throughput, widen
+from .ranking import ROUGH, Standing, center, choose_winner, mean_power, throughput
 from .rows import RowDevices
 from .sharding import Sharding
 from .solo_stage import SMALL
@@ -217,22 +217,12 @@ class Search:
         Its figure is that of the turns since it was chosen, if there are any: of noisy figures the highest is too high.
         """
         chosen = self._chosen
-        if chosen is None:
-            return None
-        fresh = self._seen.turns_once_chosen(chosen.layout)
-        if not fresh:
-            return self._widened(chosen)
+        fresh = self._seen.turns_once_chosen(chosen.layout) if chosen else {}
+        if chosen is None or not fresh:
+            return chosen
         every = {one.probe: one for one in (*self.turns(chosen.layout), *fresh.values())}.values()
         figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
-        return self._widened(Result(chosen.layout, figure, len(every)), tuple(fresh.values()))
-
-    def _widened(self, one: Result, fresh: Sequence[Timed] = ()) -> Result:
-        """The result with an interval that has what other measurements showed, unless many turns say otherwise."""
-        if one.turns > ENOUGH_TURNS:
-            return one
-        own = {seen.probe for seen in (*self._turns(one.layout).values(), *fresh)}
-        others = [seen for seen in self._seen.timed_in(one.layout) if seen.probe not in own]
-        return msgspec.structs.replace(one, throughput=widen(one.throughput, others, self.problem.devices > 1))
+        return Result(chosen.layout, figure, len(every))
 
     @cached_property
     def _chosen(self) -> Result | None:
@@ -279,14 +269,13 @@ class Search:
     def ranking(self) -> tuple[Standing, ...]:
         """Every layout of the race, the winner first, each with the one figure that is said of it."""
         best, found = self.best(), self.race.ranking
-        results = (self._widened(result_of(one)) for one in found)
-        said = (best if best and best.layout == one.layout else one for one in results)
-        figures = (result.throughput for result in said)
-        return tuple(msgspec.structs.replace(one, throughput=each) for one, each in zip(found, figures, strict=True))
+        figures = (best if best and best.layout == one.candidate.layout else one for one in found)
+        pairs = zip(found, figures, strict=True)
+        return tuple(msgspec.structs.replace(one, throughput=said.throughput) for one, said in pairs)
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
-        found = [self._widened(self._result_for(layout)) for layout in self._still_run()]
+        found = [self._result_for(layout) for layout in self._still_run()]
         return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
 
     def solos(self) -> tuple[Result | None, ...]:
