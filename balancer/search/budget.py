@@ -37,7 +37,8 @@ LATER_TURNS_END_BY = 0.95  # of the budget: exploration and later turns stop her
 EXPLORES = 0.4  # of the budget, where packs and placements follow, whose children have to start; and of what is left,
 # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s). Half of that before
 # the first split, which adds to all curves (flat, then linear)
-SURPRISE = 6  # an exploring probe has 1 / this of what is left: level curves hide long steps (slow_start; noisy_slow)
+SURPRISE = 10  # an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches may
+# matter more (budgets of 20 s); at 15 noise of slow steps decides (noisy_slow, throttle)
 
 
 class Budget:

@@ -61,10 +61,10 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     assert found.probe_seconds(SPLIT, "race", 10_000, 0.01) == 0.2
 
 
-def test_a_probe_of_exploration_ends_at_once_if_six_of_its_steps_would_take_all_that_is_left() -> None:
-    found = budget(timed(solo(2, 0, 8), step=7.0, elapsed_seconds=71.0))
-    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0) == pytest.approx((95 - 71) / 6 - 1)
-    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0, reserved=6.0) == pytest.approx((95 - 77) / 6 - 1)
+def test_a_probe_of_exploration_ends_at_once_if_ten_of_its_steps_would_take_all_that_is_left() -> None:
+    found = budget(timed(solo(2, 0, 8), step=4.0, elapsed_seconds=41.0))
+    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0) == pytest.approx((95 - 41) / 10 - 1)
+    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 1.0, reserved=6.0) == pytest.approx((95 - 47) / 10 - 1)
 
 
 def test_a_round_takes_a_part_of_what_is_left_and_leaves_the_time_of_the_first_split() -> None:
