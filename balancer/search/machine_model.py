@@ -190,10 +190,11 @@ class MachineModel(Bounds):
         return tuple(self._pass_rows(i) if self.walls[i] else 0 for i in range(len(self.devices)))
 
     def _pass_rows(self, position: int) -> int:
-        """The rows of a pass that fit, or fewer if they were clearly faster; 0 for a free batch, which has no end."""
-        device, curve, rows = self.devices[position], self.alone[position], self.walls[position]
+        """The rows of a pass that are within reach, or fewer if they were clearly faster; 0 for a free batch."""
+        device, curve = self.devices[position], self.alone[position]
         if not self.problem.micro or self.problem.global_batch is None or device.undivided or curve is None:
             return 0
+        rows = self.reachable(DeviceCurve(position, curve, self.walls[position]))
         points = merge_points(p for i in self.group_of(position) for p in self.solo_points(i))
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
         if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
