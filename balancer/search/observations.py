@@ -124,12 +124,12 @@ class Observations:
         """Every timed observation."""
         return [seen for seen in self._seen.values() if isinstance(seen, Timed)]
 
-    def turns(self, layout: Layout, stage: Stage = "race") -> Turns:
-        """The turns of a layout in the race (or with other knobs).
+    def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
+        """The turns of a layout in the race, or in its stage of other knobs.
 
         An uncontended measurement from before the race counts as turn 0, unless the race has one.
         """
-        timed = self.timed_in(layout)
+        timed, stage = self.timed_in(layout), stage or ("knobs" if layout.knobs else "race")
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
         uncontended = ("rest", "split", "shard", "pack", *(("solo",) if self._problem.devices == 1 else ()))
         earlier = [one for one in timed if one.probe.stage in uncontended]

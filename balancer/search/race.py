@@ -68,7 +68,7 @@ class Race:
         if alone or not wanted or not self._budget.affords(layout, "check"):
             return ()
         seconds = self._budget.probe_seconds(layout, "check", 1)
-        turns = (*self.seen.turns(layout, "knobs" if layout.knobs else "race"), *(seen.probe.turn for seen in checks))
+        turns = (*self.seen.turns(layout), *(seen.probe.turn for seen in checks))
         return (Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1),)
 
     @cached_property

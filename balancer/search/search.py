@@ -253,13 +253,9 @@ class Search:
         trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
         return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
 
-    def _raced(self, layout: Layout) -> dict[int, Timed]:
-        """Every turn that a layout took in the race, or with other knobs."""
-        return self._seen.turns(layout, "knobs" if layout.knobs else "race")
-
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
-        return self._raced(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
+        return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
     def _result_for(self, layout: Layout) -> Result:
         """A layout's throughput over its turns."""
@@ -297,7 +293,7 @@ class Search:
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """The turns that a layout took, to say where its time went."""
-        return tuple(self._raced(layout).values())
+        return tuple(self._seen.turns(layout).values())
 
     # ------------------------------------------------------------------ what is known of the machine
 

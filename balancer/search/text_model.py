@@ -18,7 +18,7 @@ from evener.training.dealing import Deal, Dealer
 
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .layouts import RETREAT
-from .model.evidence import FEWEST_SIZES, group_by, is_noise
+from .model.evidence import group_by, is_noise
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
 from .ranking import LEAST_RATE
@@ -124,7 +124,7 @@ class TextModel:
         ours, theirs = self._points(one), self._points(other)
         pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
         gaps = [math.log(a.seconds / b.seconds) for a, b in pairs]
-        return len(pairs) >= FEWEST_SIZES and is_noise(gaps, [math.hypot(a.error, b.error) for a, b in pairs])
+        return is_noise(gaps, [math.hypot(a.error, b.error) for a, b in pairs])
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """The measured steps of a device alone, by rows, rows of a pass, and their length."""

@@ -209,19 +209,16 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how two devices differ, in time at every common batch."""
-    if one.lost or other.lost:
-        return False
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    if len(pairs) < FEWEST_SIZES:
-        return False
     gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
     errors = [math.hypot(a.sure_error, b.sure_error) for a, b in pairs]
-    return is_noise(gaps, errors)
+    return not one.lost and not other.lost and is_noise(gaps, errors)
 
 
 def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:
-    """True if the logarithms of time ratios differ from 0 by no more than their errors explain."""
-    if any(abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True)):
+    """True if the logarithms of time ratios, at two batches or more, differ from 0 by no more than errors explain."""
+    far = (abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True))
+    if len(gaps) < FEWEST_SIZES or any(far):
         return False
     weights = [1 / error**2 for error in errors]
     mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / math.fsum(weights)
