@@ -66,7 +66,7 @@ class Gathering:
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
-        self._world, self._alone = accelerator.num_processes, False
+        self._world, self._alone, self._shift = accelerator.num_processes, False, 0.0
         self.calls = 0  # by code that gathers alone
         self._rows: int | None = None  # that count in the current batch; None: all
         self._repeats = 0  # rows that a loss is repeated for in evaluation
@@ -87,13 +87,13 @@ class Gathering:
         self._pieces, self._met = [], []
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A context in which a rank gathers nothing but its own."""
-        self._alone, before = True, self._alone
+    def alone(self, shift: float = 0.0) -> Iterator[None]:
+        """A context in which a rank gathers nothing but its own, plus `shift`."""
+        before, self._alone, self._shift = (self._alone, self._shift), True, shift
         try:
             yield
         finally:
-            self._alone = before
+            self._alone, self._shift = before
 
     @contextmanager
     def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Gathering:
         """The tensors of all ranks, one after the other."""
         if self._alone:
             self.calls += 1
-            return each_tensor(lambda tensor: tensor.reshape(1) if tensor.ndim == 0 else tensor, data)
+            return each_tensor(lambda own: (own + self._shift if self._shift else own).reshape(own.shape or 1), data)
         with self._timer.meeting(), processes(self._accelerator, self._world):
             return each_tensor(self._gather_tensor, data)
 

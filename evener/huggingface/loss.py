@@ -28,6 +28,7 @@ from .gathering import Gathering, processes
 
 IGNORED = -100
 ITEMS, ROWS = "num_items_in_batch", "rows"
+SHIFT = 1e4  # of gathered figures, by which a loss changes that depends on them
 PARTIAL_REMEDY = (
     "Leave out what is added for each batch, such as an auxiliary loss of experts"
     " (model.config.output_router_logits=False)."
@@ -71,6 +72,7 @@ def find_loss(
     of the check itself are raised.
     """
     masks, calls = ignores or trainer.args.device.type == "cpu", gathering.calls
+    in_passes = gathering if strict or max(shares.passes) > 1 else None
 
     def find() -> TrainerLoss | None:
         batch = make()
@@ -78,8 +80,8 @@ def find_loss(
             return None
         if masks:
             with suppress(ArithmeticError, IndexError, RuntimeError):  # of a loss that knows no ignored labels
-                return _TrainerCheck(trainer, _mask_some(batch), shares.world).find()
-        return _TrainerCheck(trainer, batch, shares.world).find()
+                return _TrainerCheck(trainer, _mask_some(batch), shares.world, in_passes).find()
+        return _TrainerCheck(trainer, batch, shares.world, in_passes).find()
 
     with gathering.alone():
         found = find_together(find, strict)
@@ -131,10 +133,10 @@ def _labels(batch: Any) -> tuple[Any, bool]:
 
 
 class _TrainerCheck:
-    """Checks a Trainer's loss, as one process computes it and as one of `world`."""
+    """Checks a Trainer's loss, as one process computes it and as one of `world`, and what it gathers `in_passes`."""
 
-    def __init__(self, trainer: Any, checked: CheckBatch, world: int) -> None:
-        self._trainer, self._checked, self._world = trainer, checked, world
+    def __init__(self, trainer: Any, checked: CheckBatch, world: int, in_passes: Gathering | None) -> None:
+        self._trainer, self._checked, self._world, self._in_passes = trainer, checked, world, in_passes
         self._measure = LossMeasure(trainer.model, [trainer])
 
     def find(self) -> TrainerLoss:
@@ -145,12 +147,25 @@ class _TrainerCheck:
             halved = loss if items is None else measure.compute(self._function(lambda _: 2 * items), batch)
             with processes(self._trainer.accelerator, 1):
                 alone = measure.compute(self._function(lambda _: items), batch)
+            shifted = loss
+            if self._in_passes is not None:
+                with self._in_passes.alone(SHIFT):
+                    shifted = measure.compute(self._function(lambda _: items), batch)
         multiplied = self._world if abs(loss - self._world * alone) < abs(loss - alone) else 1
         near = measure.rounding * abs(loss)
+        if abs(loss - shifted) > near:
+            raise RequestError(
+                "The loss depends on figures that it gathers over the ranks, and passes gather them of fewer rows.",
+                "Make a plan without passes (evener balance --micro off).",
+            )
         if abs(loss - 2 * halved) <= near:
             return self._find_sum(multiplied)
         if abs(loss - halved) > near:
-            raise RequestError(_describe_partial(sum(self._checked.rows), loss, halved), f"{PARTIAL_REMEDY} {REMEDY}")
+            raise RequestError(
+                f"The loss of {sum(self._checked.rows)} rows is {loss:.6g}, and {halved:.6g} where num_items_in_batch"
+                " is twice as large: only a part of it is divided by that number.",
+                f"{PARTIAL_REMEDY} {REMEDY}",
+            )
         meaning = LossCheck(measure, self._checked, count_labels).find_meaning(self._function(lambda _: items))
         return TrainerLoss(meaning.mean_over[0], multiplied, len(meaning.mean_over) == 1)
 
@@ -174,13 +189,6 @@ class _TrainerCheck:
                 return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count(batch))
 
         return compute
-
-
-def _describe_partial(rows: int, loss: float, halved: float) -> str:
-    return (
-        f"The loss of {rows} rows is {loss:.6g}, and {halved:.6g} where num_items_in_batch is twice as large: only a"
-        " part of it is divided by that number."
-    )
 
 
 def _mask_some(checked: CheckBatch) -> CheckBatch:

@@ -174,7 +174,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """The passes of an optimizer step; rows that only keep step are computed, and count for nothing."""
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
-        sampler, first = self._sampler, self._next_global_batch()
+        sampler, accumulated = self._sampler, int(self.args.gradient_accumulation_steps)
+        first = int(self.state.global_step) % -(-len(sampler) // accumulated) * accumulated  # also after a checkpoint
         steps = range(first, first + len(batches))
         sizes = [sampler.pass_sizes(step) for step in steps]
         self._done = sum(map(sum, sizes)), sampler.count_tokens(steps)
@@ -223,11 +224,6 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         """RequestError where smaller passes learn something else, which one process looks at as it needs them."""
         if self._shares.world * sum(self._shares.passes) == 1:
             self._loss = self._find_loss(has_ignored(part.batch), in_parts=True)
-
-    def _next_global_batch(self) -> int:
-        """The next global batch's place in the epoch; counts steps as the trainer does, also after a checkpoint."""
-        accumulated, done = int(self.args.gradient_accumulation_steps), int(self.state.global_step)
-        return done % -(-len(self._sampler) // accumulated) * accumulated
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Train the passes of a batch, each with its loss weighted so that the mean over ranks is one process's."""

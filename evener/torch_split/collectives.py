@@ -28,7 +28,7 @@ _own = 0  # collectives that evener has begun
 
 def count_foreign() -> int:
     """The collectives that others than evener have begun in this process, among several ranks."""
-    return _count() - _own
+    return sum(count_exchanges().values()) - _own
 
 
 def note_own() -> None:
@@ -41,11 +41,11 @@ def note_own() -> None:
 def own_collectives() -> Iterator[None]:
     """A context whose collectives are evener's own."""
     global _own
-    before = _count()
+    before = count_foreign()
     try:
         yield
     finally:
-        _own += _count() - before
+        _own += count_foreign() - before
 
 
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,10 +61,6 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return checked
-
-
-def _count() -> int:
-    return sum(count_exchanges().values())
 
 
 def count_exchanges() -> dict[str, int]:

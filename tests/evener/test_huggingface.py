@@ -55,6 +55,7 @@ REFUSED = {
     "a plan and ratios": "the plan has its own ratios",
     "no plan": "start the script with evener launch",
     "experts in passes": "output_router_logits=False",
+    "a gathered baseline in passes": "The loss depends on figures that it gathers",
     "several GPUs": "torchrun --nproc-per-node 2",
     "a wrapped model": "in DistributedDataParallel already",
     "DeepSpeed": "Use DistributedDataParallel or FSDP2",
@@ -147,7 +148,13 @@ def test_trl_learns_what_one_process_learns(trainer_ranks: Run) -> None:
 def test_what_would_not_be_exact_is_refused_before_the_first_step(trainer_ranks: Run) -> None:
     (found,) = trainer_ranks("tests.support.huggingface_refusals.refuse_all")
     assert {name: words for name, words in REFUSED.items() if words not in found[name]} == {}
-    assert found["experts at once"] == found["nothing"] == found["nothing in shards"] == ""
+    assert (
+        found["a gathered baseline at once"]
+        == found["experts at once"]
+        == found["nothing"]
+        == found["nothing in shards"]
+        == ""
+    )
     assert found["lengths"] == [1, 2, 3]
     assert found["items"] == "meta", "a step waits for its GPU"
     assert json.loads(found["evener.json"]) == {"rows": 16, "step_rows": 8}

@@ -72,6 +72,14 @@ def mixture() -> Any:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
 
 
+class Baseline(Trainer):
+    """Its loss has a baseline of what it gathers, which is 0 as long as that is small, as KTO's is at first."""
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        return loss * (1 + self.accelerator.gather_for_metrics(loss.detach() - 1e3).mean().clamp(min=0))
+
+
 def in_parallel() -> Any:
     """A model that is wrapped already."""
     wrapped = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
@@ -186,6 +194,8 @@ def refuse_all(folder: Path, rank: int) -> None:
         "a plan and ratios": sentence(lambda: with_plan(Trainer, make_plan((8,)), ratios=[1.0])),
         "experts in passes": refuse_training(folder, model=mixture(), micro=4),
         "experts at once": refuse_training(folder, model=mixture()),
+        "a gathered baseline in passes": refuse_training(folder, Baseline, micro=4),
+        "a gathered baseline at once": refuse_training(folder, Baseline),
         "several GPUs": refuse_setup(n_gpu=2),
         "a wrapped model": refuse_setup(model=in_parallel()),
         "DeepSpeed": refuse_setup(is_deepspeed_enabled=True),
