@@ -45,7 +45,7 @@ class Program:
         self._guard: Guard | None = None
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # in what the program does with gradients
-        self._rates = 0  # a digest of its optimizers', of this step
+        self._rates = 0  # a digest of its optimizers': of this step's, then of those of all steps by shares
         self._steps = 0  # by shares
         self._uneven = 0  # of them with different shares
         self._look = LOOK_AGAIN  # the step at which the guard looks next
@@ -84,8 +84,8 @@ class Program:
             self._guard.steps = False
         if self._others:
             return
-        if self.training is None:
-            self._rates = crc32(repr(views.read_numbers(optimizer)).encode(), self._rates)
+        rates = views.read_numbers(optimizer, () if self.training is None else ("lr",))
+        self._rates = crc32(repr(rates).encode(), self._rates)
         if not (dist.is_available() and dist.is_initialized()):
             self.stay(views.NO_GROUP)
         elif not self.notebook.last_words:
@@ -178,7 +178,7 @@ class Program:
         every = self.exchange(self._view(loop))
         loop.compared = True
         difference = views.find_difference(every)
-        if difference == "order":
+        if difference in ("order", "rates"):
             raise RequestError(
                 f"Since shares have left even, {views.DIFFERENCES[difference]}.",
                 "Let nothing go by a rank's own rows, or start it with its own launcher.",

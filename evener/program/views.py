@@ -68,9 +68,10 @@ def _are_near(one: Any, other: Any) -> bool:
     return all(isclose(a, b, rel_tol=NEAR) or (isnan(a) and isnan(b)) for a, b in zip(one, other, strict=True))
 
 
-def read_numbers(optimizer: Any) -> list[float]:
-    """The numbers by which an optimizer steps, of each group."""
-    chosen = [each for group in optimizer.param_groups for name, each in group.items() if name != "params"]
+def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
+    """The numbers by which an optimizer steps, of each group: those of these names, or all."""
+    groups = optimizer.param_groups
+    chosen = [one for group in groups for name, one in group.items() if name in (names or group.keys() - {"params"})]
     single = (each for each in tree_leaves(chosen) if isinstance(each, int | float | torch.Tensor))
     return [float(each) for each in single if torch.numel(torch.as_tensor(each)) == 1]
 

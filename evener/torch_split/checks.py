@@ -70,12 +70,11 @@ def find_unchecked(training: Any, batch: Any, compute: OfPart) -> Any:
     """The loader of a batch, if it is the first that `compute` computes, as it was given, and no ranks meet in it."""
     weights, code = training.weights, getattr(compute, "__code__", type(compute))
     taken = weights.current
-    if taken is None or code in weights.computed:
+    if taken is None or code in weights.computed or training.passes.meets:
         return None
     weights.computed.add(code)
     same = [id(each()) for each in taken.tensors] == list(map(id, tensors_in(batch)))
-    meets = weights.equal_passes or training.passes.meets
-    return taken.origin.loader() if same and weights.models and not meets else None
+    return taken.origin.loader() if same and weights.models and not weights.equal_passes else None
 
 
 def check_rows(

@@ -221,10 +221,8 @@ class Exchange:
         bucket = self._buckets[self._sent]
         self._sent += 1
         bucket.weigh(self.weight, self.number)
-        if self._sent == 1 and self.sums % EVERY == 0:
-            self._compare_weights(bucket.tail[-SAMPLED - 1 :], self.sums // EVERY)
-        if self._sent == 1 and self._compares:
-            self._common.add_changes(bucket.tail[:1])
+        if self._sent == 1:
+            self._write_tail(bucket.tail)
         if self._sent == len(self._buckets):
             self.ready()
         note_own()
@@ -234,15 +232,17 @@ class Exchange:
         if self.noise is not None and self._sent == len(self._buckets):
             self.noise.send(self.group)
 
-    def _compare_weights(self, tail: torch.Tensor, turn: int) -> None:
-        """Write some weights, others in each turn, whose sum is 0 where all ranks have the same; and their size."""
+    def _write_tail(self, tail: torch.Tensor) -> None:
+        """Write whether buffers have changed; in turn some weights, of which equal ones add up to 0, and their size."""
+        if self._compares:
+            self._common.add_changes(tail[:1])
+        turn, left = divmod(self.sums, EVERY)
         line = self.parameters[-1 - turn % len(self.parameters)].detach()
-        if type(line) is not torch.Tensor or not line.numel():
+        if left or type(line) is not torch.Tensor or not line.numel():
             return
-        while line.ndim > 1:
-            line = line[turn % len(line)]
-        own = line.real.reshape(-1)[:SAMPLED]
-        tail[: len(own)].copy_(own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1), non_blocking=True)
+        own = line.real.reshape(-1)[turn * SAMPLED % line.numel() :][:SAMPLED]
+        factor = self._world - 1 if dist.get_rank(self.group) == 0 else -1
+        tail[2 : 2 + len(own)].copy_(own * factor, non_blocking=True)
         tail[-1:].copy_(own.abs().sum(), non_blocking=True)
 
     def _finish_pass(self) -> None:

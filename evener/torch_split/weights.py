@@ -295,7 +295,7 @@ class BatchWeights(BatchTracker):
         if not all(exchanged[id(each)] for each in parameters):
             raise RequestError(
                 "The gradients were never exchanged with the other ranks.",
-                "Call the model that split.wrap returned, not model.module, and end each window without no_sync.",
+                "Call split.wrap's model, not model.module, end windows without no_sync, and step after backward().",
             )
 
     def _parts_missing(self) -> RequestError:

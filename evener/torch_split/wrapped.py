@@ -328,5 +328,5 @@ def watch_frozen(model: Any) -> None:
 def _refuse_unfrozen(_: Any) -> None:
     raise RequestError(
         "A layer that was frozen when split.wrap was called is trained, but its gradients aren't exchanged.",
-        "Unfreeze layers before split.wrap, or wrap again: model = split.wrap(model.module).",
+        "Unfreeze layers before split.wrap (in a trainer, before it trains), or wrap again: split.wrap(model.module).",
     )

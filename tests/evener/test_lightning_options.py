@@ -88,7 +88,7 @@ def test_a_loss_of_the_whole_batch_is_exact_without_passes_and_refused_in_passes
         ("another strategy", "L.Trainer(strategy=split.strategy()"),
         ("a sum", "it is a sum, not a mean over rows"),
         ("class weights", "it isn't a mean over rows"),
-        ("tokens that nothing counts", "say what is counted: split.strategy(count="),
+        ("tokens that nothing counts", "For a mean over tokens or class weights, give count="),
         ("rows that are counted as tokens", "not over what count= counts"),
         ("parts", "Lightning's strategy takes the passes itself"),
         ("unchecked", "learned"),
