@@ -352,8 +352,8 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
     def hold_back() -> None:
         while not over.is_set():
-            children = list_probe_children() if racing.is_set() else []
-            for act in ("suspend", "resume"):
+            children = list_probe_children() if racing.is_set() else []  # which looks at all processes
+            for act in ("suspend", "resume") * 10:
                 for child in children:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         getattr(child, act)()

@@ -27,6 +27,7 @@ from evener.devices.sampler import History, Sampler, Subscriber
 from evener.devices.types import Device, DeviceSample, HostSample, ProcessSample, Snapshot, value
 from evener.plan import file as plans
 from evener.tui.app import EvenerApp
+from evener.tui.base_app import BaseApp
 from tests.support import launched_plan
 
 GIB = 1024**3
@@ -292,6 +293,12 @@ def session_of() -> type[ScriptedSession]:
 def searches(events: list[Event]) -> ScriptedSearches:
     """Makes sessions that play `events`."""
     return ScriptedSearches(events)
+
+
+@pytest.fixture
+def quick_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app replays a run in a second, not five."""
+    monkeypatch.setattr(BaseApp.replay, "__defaults__", (40.0,))
 
 
 @pytest.fixture

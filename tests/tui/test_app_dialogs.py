@@ -91,6 +91,7 @@ async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(app_of: Any
         assert load_plan(tmp_path / "second.toml").workload
 
 
+@pytest.mark.usefixtures("quick_replays")
 async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> None:
     app = app_of()
     await asyncio.to_thread(_make_runs, 1)

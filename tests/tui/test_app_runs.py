@@ -134,6 +134,7 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(app_of: Any, 
         assert not app.screen.check_action("traceback", ())
 
 
+@pytest.mark.usefixtures("quick_replays")
 async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
     """Its traceback is a key away there too, and begins with the user's own code."""
     await asyncio.to_thread(_search, devices="sim:gtx1080")
@@ -171,6 +172,7 @@ async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) ->
         assert "<html" in (tmp_path / "run.html").read_text()
 
 
+@pytest.mark.usefixtures("quick_replays")
 async def test_a_read_only_app_starts_no_search_and_changes_no_run(app_of: Any) -> None:
     """Runs can be looked at and replayed."""
     await asyncio.to_thread(_search, devices=PAIR)

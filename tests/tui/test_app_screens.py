@@ -265,6 +265,7 @@ async def test_leaving_the_app_ends_a_running_search(app_of: Any, events: Any, s
     assert app.publisher.stopped
 
 
+@pytest.mark.usefixtures("quick_replays")
 async def test_real_simulated_runs_are_listed_compared_replayed_exported_and_deleted(
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
