@@ -136,8 +136,8 @@ def test_hosts_are_probed_at_once_and_together(devices: tuple[Device, ...]) -> N
     try:
         alone = measure(prober, solo(2, 0, 8), solo(2, 1, 8))
         (group,) = measure(prober, layout_of((8, 4)))
+        until(lambda: len(list_children()) == 4, "two children alone and two of the group")
         started = list_children()
-        assert len(started) == 4
     finally:
         prober.close()
     assert all(isinstance(seen, Timed) and seen.step_seconds >= 0.005 for seen in (*alone, group)), (alone, group)

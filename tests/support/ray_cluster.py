@@ -33,11 +33,13 @@ def running_cluster(state: Path) -> Iterator[Any]:
     }
     with mock.patch.dict(os.environ, variables):
         import ray
+        from ray._private.node import Node
         from ray.cluster_utils import Cluster
 
         unused = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         head = {**NODE, "node_ip_address": FIRST, **unused}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        with mock.patch.object(Node, "start_api_server"):  # for jobs that are submitted
+            cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         with mock.patch.dict(os.environ, variables):
             cluster.add_node(node_ip_address=SECOND, num_gpus=GPUS, **NODE)
