@@ -17,7 +17,9 @@ from evener.plan.file import load_plan
 from evener.system.files import runs_folder
 from evener.tui.launch.program import PLAN_FILE, choose_plan, make_plan, measure_plan, read_command
 from tests.support.cores import two_cores
+from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without
+from tests.support.rank_server import RankServer
 
 torch = LazyModule("torch")
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,19 +40,14 @@ Ranks = Callable[..., list[Any]]
 SCRIPTS = "tests.support.script_ranks"
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`evener run` of these words in a folder."""
-    command = [sys.executable, "-m", "evener", "run", *words]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    programs = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {
-        **os.environ,
-        "PATH": programs,
-        "PYTHONPATH": path,
+def make_variables(folder: Path) -> dict[str, str]:
+    """The variables of `evener run` in a folder: this Python, this evener, and one thread a process."""
+    return {
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))),
         "XDG_STATE_HOME": str(folder / "state"),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -61,18 +58,23 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @two_cores
 @pytest.mark.slow
-def test_an_unchanged_program_learns_the_same_by_other_shares(tmp_path: Path, trainer_ranks: Ranks) -> None:
+def test_an_unchanged_program_learns_the_same_by_other_shares(
+    tmp_path: Path, trainer_ranks: Ranks, rank_server: Callable[[str], RankServer]
+) -> None:
     evenly = trainer_ranks(f"{SCRIPTS}.run_saving_script", PROGRAM, world=2)
     (tmp_path / "plan.toml").write_text(UNEVEN)
-    ended = run(tmp_path, "--plan", "plan.toml", "--", "python", PROGRAM, f"{tmp_path}/")
-    assert not ended.returncode, ended.stderr
+    words = "run", "--plan", "plan.toml", "--", "python", PROGRAM, f"{tmp_path}/"
+    server = rank_server("tests.support.torch_imports")
+    ended = ForkedEvener(server, tmp_path, tmp_path / "evener", words, make_variables(tmp_path))
+    _, errors = ended.communicate(240)
+    assert not ended.returncode, errors
     first, second = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]  # the first step is the program's own
     assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
     assert first["weights"] == second["weights"]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
     assert first["evaluated"] == evenly[0]["evaluated"]
-    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in ended.stderr
+    assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in errors
 
 
 @pytest.fixture
@@ -131,7 +133,9 @@ def test_a_loop_of_accelerate_learns_the_same_by_other_shares(train: Ranks) -> N
 
 @pytest.mark.slow
 def test_one_device_is_one_sentence(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--devices", "cpu/1", "--", "true")
+    command = [sys.executable, "-m", "evener", "run", "--devices", "cpu/1", "--", "true"]
+    variables = {**os.environ, **make_variables(tmp_path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240)
     assert not ended.returncode, ended.stderr
     assert "true starts on CPU:0, one device, so it has no shares to balance" in ended.stderr
 
