@@ -260,7 +260,7 @@ class MachineModel(Bounds):
         """A layout of these shares whose passes ran before or surely fit; None if that is impossible."""
         layout = self.lay_out(shares)
         if not self.surely_hold(layout):
-            layout = self._divide(shares, self.safe, self._safe_rows, self.safe)
+            layout = self._divide(shares, self.safe, tuple(map(min, self.safe, self.pass_rows)), self.safe)
         return layout if self.surely_hold(layout) else None
 
     def _divide(
@@ -280,11 +280,6 @@ class MachineModel(Bounds):
             return share
         extra = self.extra_seconds[position] or 0.0
         return -(-share // PassCurve(curve, wall, rows, extra, fits).passes(share))
-
-    @cached_property
-    def _safe_rows(self) -> tuple[int, ...]:
-        """The rows of each of several passes that surely fit."""
-        return tuple(map(min, self.safe, self.pass_rows))
 
     # ------------------------------------------------------------------ limits
 

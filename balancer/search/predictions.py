@@ -63,13 +63,9 @@ class Predictions(MachineModel):
         """The fastest split over some of these devices, in one pass."""
         return self._split([device for device in self.split_curves if device.position in positions])
 
-    def split_of(self, batch: int) -> Allocation | None:
-        """The fastest split of this batch over devices that reach so far, in one pass."""
-        return self._split(self._reachable, batch)
-
     def rate_of(self, batch: int) -> float:
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to hold it."""
-        split, walls = self.split_of(batch), self.walls
+        split, walls = self._split(self._reachable, batch), self.walls
         alone = [curve for i in self.live if (curve := self.alone[i]) and batch <= walls[i]]
         return max([split.samples_per_second if split else 0.0, *(batch / curve.seconds(batch) for curve in alone)])
 

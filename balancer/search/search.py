@@ -243,15 +243,11 @@ class Search:
         return self._result_for(choose_winner(candidates, turns, self.problem).layout)
 
     def _still_run(self) -> dict[Layout, list[Timed]]:
-        """Every layout that ran as one training and may run again; all that ran, if none may."""
-        ran = {layout: turns for layout, turns in self._ran().items() if self._turns(layout)}
-        return self._seen.still_fit(ran) or ran
-
-    def _ran(self) -> dict[Layout, list[Timed]]:
-        """Every layout that ran as one whole training."""
+        """Every layout that ran as one whole training and may run again; all that ran, if none may."""
         found = self._seen.timed(("solo", "rest", "split", "shard", "race"))
         trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
-        return {layout: turns for layout, turns in trainings.items() if self.devices.is_training(layout)}
+        ran = {one: turns for one, turns in trainings.items() if self.devices.is_training(one) and self._turns(one)}
+        return self._seen.still_fit(ran) or ran
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
