@@ -1,8 +1,8 @@
 """Real ranks end with the weights of one process, to float64's rounding, or with a sentence that names what to change.
 
 Loops of every kind, and programs as users write them: the rows of the tables in docs/training_torch.md. The programs'
-data sets have 25 rows, whose last batch of 8 has 1, and also 29, whose last has 5, where a program does something with
-rows. Ranks are on gloo; on NCCL where there are GPUs.
+data sets have 25 rows, whose last batch of 8 has 1, on two ranks; and also 29, whose last has 5, on three, where a
+program does something with rows. Ranks are on gloo; on NCCL where there are GPUs.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are con
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
-Ended = dict[tuple[str, int], Any]
+Ended = dict[tuple[str, int], list[Any]]  # rank by rank
 Trained = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def saved(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
-    """What the ranks of a plan saved: 5:2:1 with a device left out. A rank runs every program and case."""
-    return trainer_ranks(
-        "tests.support.torch_programs.run_all", (5, 0, 2, 1), world=3, imports="torch.distributed.fsdp"
-    )
+def three(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+    """What the ranks of a plan saved, 5:2:1 with a device left out: every case, and programs with a tail of 5 rows."""
+    given = (5, 0, 2, 1), programs.TAIL, True
+    return trainer_ranks("tests.support.torch_programs.run_all", *given, world=3, imports="torch.distributed.fsdp")
+
+
+@pytest.fixture(scope="module")
+def two(trainer_ranks: Callable[..., list[Any]]) -> list[Any]:
+    """What two ranks saved, 6:2: every program with a tail of one row."""
+    given = (6, 2), programs.SHORT_TAIL, False
+    return trainer_ranks("tests.support.torch_programs.run_all", *given, world=2, imports="torch.distributed.fsdp")
 
 
 @pytest.fixture
-def ended(saved: list[Any]) -> list[Ended]:
+def ended(two: list[Any], three: list[Any]) -> Ended:
     """What every program returned or was refused with, rank by rank."""
-    return [programs for programs, _ in saved]
+    return {key: [found[key] for found, _ in ranks] for ranks in (two, three) for key in ranks[0][0]}
 
 
 @pytest.fixture
-def trained(saved: list[Any]) -> list[Trained]:
+def trained(three: list[Any]) -> list[Trained]:
     """What every case learned, rank by rank."""
-    return [cases for _, cases in saved]
+    return [cases for _, cases in three]
 
 
 def check(trained: list[Trained], name: str, case: Any) -> None:
@@ -94,29 +100,29 @@ def one_process(name: str, rows: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "rows"), [(name, rows) for name in programs.EXACT for rows in programs.rows_for(name)]
 )
-def test_it_learns_what_one_process_learns(ended: list[Ended], name: str, rows: int) -> None:
+def test_it_learns_what_one_process_learns(ended: Ended, name: str, rows: int) -> None:
     expected = one_process(name, rows)
-    for rank in ended:
-        assert not isinstance(rank[name, rows], str), rank[name, rows]
-        for mine, tensor in zip(rank[name, rows], expected, strict=True):
+    for rank in ended[name, rows]:
+        assert not isinstance(rank, str), rank
+        for mine, tensor in zip(rank, expected, strict=True):
             torch.testing.assert_close(mine, tensor, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", programs.REFUSED)
-def test_it_is_refused_on_every_rank(ended: list[Ended], name: str) -> None:
+def test_it_is_refused_on_every_rank(ended: Ended, name: str) -> None:
     words, _ = programs.REFUSED[name]
-    for rank in ended:
-        (said,) = (rank[name, rows] for rows in programs.rows_for(name))
+    (rows,) = programs.rows_for(name)
+    for said in ended[name, rows]:
         assert isinstance(said, str)
         assert words in said
 
 
-def test_a_mean_over_tokens_inside_the_model_is_not_noticed(ended: list[Ended]) -> None:
+def test_a_mean_over_tokens_inside_the_model_is_not_noticed(ended: Ended) -> None:
     """As docs say: it trains, the ranks agree, and it isn't what one process learns."""
     (rows,) = programs.rows_for("mean_inside")
     result = programs.run(programs.mean_inside, (8,), rows)
-    first = ended[0]["mean_inside", rows]
-    assert all(map(torch.equal, first, ended[1]["mean_inside", rows]))
+    first, second = ended["mean_inside", rows]
+    assert all(map(torch.equal, first, second))
     assert max(float((mine - its).abs().max()) for mine, its in zip(first, result, strict=True)) > 1e-2
 
 

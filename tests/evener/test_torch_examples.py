@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(trainer_ranks: Callable[..., list[Any]]) -> Callable[..., str]:
     """`run(name, *words, world=1)`: what an example prints on these devices, in its first rank; in float64."""
 
-    def run_example(name: str, *words: str, world: int = 1, how: str = "_in_float64", plan: str = "") -> str:
-        function = f"tests.support.script_ranks.save_printed{'_by_plan' if plan else how}"
-        printed: list[str] = trainer_ranks(function, *filter(None, [plan]), str(EXAMPLES / name), *words, world=world)
+    def run_example(
+        name: str, *words: str, world: int = 1, how: str = "_in_float64", given: Sequence[str] = (), imports: str = ""
+    ) -> str:
+        function = f"tests.support.script_ranks.save_printed{how}"
+        given = [*given, str(EXAMPLES / name), *words]
+        printed: list[str] = trainer_ranks(function, *given, world=world, imports=imports)
         return printed[0]
 
     return run_example
@@ -49,7 +52,7 @@ def test_training_by_a_plan_learns_what_one_device_learns(plan: str, run: Callab
     Their time is over in the first epoch, which both of them end. In float64: CPUs differ in how they sum float32.
     """
     name, rows = "torch_train.py", ("--rows", "1000")
-    two = run(name, *rows, "--seconds", "0.01", world=2, plan=plan)
+    two = run(name, *rows, "--seconds", "0.01", world=2, how="_by_plan", given=[plan])
     (ours,), (expected,) = epochs(two), epochs(run(name, "--global-batch", "32", *rows, "--epochs", "1"))
     assert ours == expected
     assert re.search(r"^[\d,]+ samples/s over 1 epochs; the plan says 960$", two, re.MULTILINE)
@@ -68,9 +71,14 @@ def test_a_script_goes_on_from_its_checkpoint(plan: str, tmp_path: Path, run: Ca
 
 
 def test_the_recurrent_experiment_gives_its_table(run: Callable[..., str]) -> None:
-    """One device and two unequal ones have the same accuracies, to one in the last digit: the script is in float32."""
+    """One device and two unequal ones have the same accuracies, to one in the last digit: the script is in float32.
+
+    The two, which the script would start by torchrun, are forked.
+    """
     words = ["--units", "8", "--layers", "1", "--dense", "8", "--epochs", "2", "--batches", "256", "--seeds", "2"]
-    table, said = run("torch_gru_digits.py", *words, how="").splitlines()[-2:]
+    name, imports = "torch_gru_digits.py", "sklearn.model_selection"
+    column = run(name, "--column", *words, how="", world=2, imports=imports)
+    table, said = run(name, *words, how="_beside_launched", given=[column], imports=imports).splitlines()[-2:]
     cells = table.strip("|").split("|")
     assert cells[:2] == ["2", "256"]
     for one, two in zip(cells[2:4], cells[5:7], strict=True):

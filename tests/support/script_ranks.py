@@ -6,9 +6,12 @@ import io
 import json
 import os
 import runpy
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -148,6 +151,21 @@ def save_printed(folder: Path, rank: int, script: str, *words: str) -> None:
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     torch.set_num_threads(1)
     torch.save(run_script(rank, script, *words), folder / f"{rank}.pt")
+
+
+def save_printed_beside_launched(folder: Path, rank: int, printed: str, script: str, *words: str) -> None:
+    """As `save_printed`, of a script that starts itself by torchrun in two ranks, the first of which has `printed`."""
+    import torch.distributed.run
+
+    def launch(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked = torch.distributed.run.parse_args(command[3:])
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert (asked.standalone, asked.nproc_per_node) == (True, "2")
+        assert [asked.training_script, *asked.training_script_args] == [script, "--column", *words]
+        return subprocess.CompletedProcess(command, 0, printed)
+
+    with patch.object(subprocess, "run", launch):
+        save_printed(folder, rank, script, *words)
 
 
 def save_printed_by_plan(folder: Path, rank: int, plan: str, script: str, *words: str) -> None:

@@ -21,11 +21,13 @@ from tests.support import (
     torch_unlike_programs,
 )
 from tests.support.torch_exact_batches import mean_inside
-from tests.support.torch_program_parts import EXACT, REFUSED, data, network, rows_for, run, weights
+from tests.support.torch_program_parts import EXACT, REFUSED, SHORT_TAIL, TAIL, data, network, rows_for, run, weights
 
 __all__ = [
     "EXACT",
     "REFUSED",
+    "SHORT_TAIL",
+    "TAIL",
     "data",
     "mean_inside",
     "network",
@@ -41,11 +43,12 @@ __all__ = [
 ]
 
 
-def run_all(folder: Path, rank: int, shares: Sequence[int]) -> None:
-    """One rank: every program and case."""
+def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bool) -> None:
+    """One rank: every program that has a data set of so many rows, and every case if `cases`."""
     torch.set_num_threads(1)
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}, "mean_inside": mean_inside}
     ratios = tuple(filter(None, shares))
-    ended = {(name, rows): run(program, ratios, rows) for name, program in wanted.items() for rows in rows_for(name)}
-    torch.save((ended, torch_ranks.train_cases(folder, rank, shares)), folder / f"{rank}.pt")
+    ended = {(name, rows): run(program, ratios, rows) for name, program in wanted.items() if rows in rows_for(name)}
+    trained = torch_ranks.train_cases(folder, rank, shares) if cases else {}
+    torch.save((ended, trained), folder / f"{rank}.pt")
     dist.destroy_process_group()
