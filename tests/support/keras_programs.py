@@ -135,9 +135,10 @@ def check_beside() -> dict[str, Any]:
     found["common"] = msgspec.to_builtins(measure(model, data, training=True, partial=True))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        split.build(model).fit(*data[:2], batch_size=8, verbose=0)
+        watched = split.build(make)
+        watched.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
         quiet = len([each for each in seen if "outside fit" in str(each.message)])
-        model(data[0], training=True)
+        watched(x[:BATCH], training=True)
     found["own loop"] = [quiet, sum("outside fit" in str(each.message) for each in seen)]
     return found
 

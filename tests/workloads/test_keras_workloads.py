@@ -93,6 +93,7 @@ def test_every_way_of_training_steps(seen: Any) -> None:
         assert len(found[way]) == 2
         assert all(0 < loss < 10 for loss in found[way])
     assert found["half"] == "mixed_bfloat16"
+    assert found["by XLA"] is True
 
 
 def test_towers_step_as_one_device(seen: Any) -> None:
