@@ -43,11 +43,12 @@ from .launch_plan import (
     runs_in_one_process,
 )
 from .measurement import Measurement, ProgressReporter, Timeouts
-from .protocol import Built, Learn, Learned, Ready, Stack
+from .protocol import Built, Learn, Learned, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
 WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
 REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
+GO_ON = RunSteps(1, 0.05)  # seconds, between two looks at whether others still run
 PORT_TRIES = 3  # a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
@@ -72,6 +73,7 @@ class ChildProber:
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Layout, ChildGroup] = {}
+        self._running: set[Probe] = set()  # of this round, until they are timed
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
@@ -95,16 +97,17 @@ class ChildProber:
         self._used |= busy
         results: queue.SimpleQueue[tuple[Probe, Observation | BaseException | None]] = queue.SimpleQueue()
         running = {probe: ProgressReporter(probe, report, self.now) for probe in probes}
+        self._running = set(probes)
 
         def drive(probe: Probe) -> None:
             try:
                 results.put((probe, self._observe(probe, running[probe], stop)))
             except BaseException as error:
                 results.put((probe, error))
+            self._running.discard(probe)
 
         for probe in probes:
             threading.Thread(target=drive, args=(probe,), name="probe", daemon=True).start()
-        errors: list[BaseException] = []
         while running:
             try:
                 probe, seen = results.get(timeout=REPEAT_SECONDS)
@@ -114,11 +117,9 @@ class ChildProber:
                 continue
             del running[probe]
             if isinstance(seen, BaseException):
-                errors.append(seen)
-            elif seen is not None:
+                raise seen
+            if seen is not None:
                 yield seen
-        if errors:
-            raise errors[0]
 
     def learn(self, seconds: float, batch: int | None) -> Learned | OutOfMemory | Failed:
         """Measure the gradient's noise on the first device, in batches of this size; an observation if that fails."""
@@ -183,6 +184,10 @@ class ChildProber:
             row_tokens = fmean(self._facts.lengths or (0,))
             measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
+            self._running.discard(probe)
+            with suppress(GroupError, HostLostError, StoppedError):
+                while self._running:  # devices that share cores or caches slow each other: to the end of the round
+                    group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
         except BaseException:
             if group is not None:
                 group.end()

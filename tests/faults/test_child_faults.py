@@ -17,9 +17,10 @@ import pytest
 
 from evener.balancer.events import ProbeProgress
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.children import Inbox
+from evener.balancer.probes.children import ChildGroup, Inbox
 from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.measurement import Timeouts
+from evener.balancer.probes.protocol import Command, Reply, Rest, RunSteps
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, layout_of, solo
 from evener.devices.backend import ChildEnvironment
@@ -79,6 +80,27 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
         assert 0 < (seen.device_seconds[seen.probe.layout.active[0]] or 0) < 1.01 * seen.step_seconds
         assert seen.step_seconds > 0.005
     assert prober.facts().workload_digest
+
+
+def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slices may be one core's two threads: the slower one would get faster once the other is done."""
+    asked: list[tuple[int, type[Command]]] = []
+    call = ChildGroup.call
+
+    def watched(group: ChildGroup, command: Callable[[int], Command], *rest: Any) -> list[Reply]:
+        asked.append((group.ranks.positions[0], type(command(0))))
+        return call(group, command, *rest)
+
+    monkeypatch.setattr(ChildGroup, "call", watched)
+    probes = Probe(solo(2, 0, 8), "solo", 0.2), Probe(solo(2, 1, 8), "solo", 2.0)
+    seen = {one.probe: one for one in make().measure(probes, lambda _: None, threading.Event())}
+    short, long = (seen[probe].elapsed_seconds for probe in probes)
+    assert short < long - 0.5, "what it does then isn't measured"
+    steps = [position for position, command in asked if command is RunSteps]
+    assert 0 in steps[-3:]
+    assert dict(asked) == {0: Rest, 1: Rest}, "and no longer"
 
 
 def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make) -> None:
