@@ -21,11 +21,10 @@ from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
-from .ranking import ROUGH, Standing, center, choose_winner, mean_power, throughput
+from .ranking import Standing, center, choose_winner, mean_power, throughput
 from .rows import RowDevices
 from .sharding import Sharding
 from .solo_stage import SMALL
-from .statistics import relative_half_width
 from .texts import TextDevices
 
 LEAST_STEPS = 20  # of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
@@ -115,7 +114,6 @@ class Search:
             yield self.sharding.next_probes()
         if self._why_none and not self.race.running:
             return
-        yield self._repeat(ROUGH)
         yield self.race.next_probes()
         if self.problem.budget_seconds is not None:
             yield self._explore(self._rest)
@@ -136,12 +134,10 @@ class Search:
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         return Budget(problem, self.options, self._seen, race_is_over=True)
 
-    def _repeat(self, rougher_than: float = 0.0) -> tuple[Probe, ...]:
-        """Another turn of the best layouts in time that was added, if the figure is rougher than that."""
+    def _repeat(self) -> tuple[Probe, ...]:
+        """Another turn of the best layouts in time that was added."""
         chosen = self.best() if self.problem.spend_all else None
-        if chosen is None or relative_half_width(chosen.throughput) <= rougher_than:
-            return ()
-        return self.race.repeat_best(chosen.layout)
+        return self.race.repeat_best(chosen.layout) if chosen else ()
 
     @cached_property
     def _why_none(self) -> str:

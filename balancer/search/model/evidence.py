@@ -172,12 +172,10 @@ def read_points(
     found = [(one, seconds) for one, seconds in zip(timed, own, strict=True) if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
     found = steady if (known or steady) and slower == 1 else found
-    errors = [relative_error(one) for one, _ in found]
-    steps = [max(1, one.steps) for one, _ in found]
-    noise = median([e * math.sqrt(n) for e, n in zip(errors, steps, strict=True)] or [0.0])
-    for (one, seconds), error, count in zip(found, errors, steps, strict=True):
-        layout = one.probe.layout
-        wide = max(error, min(noise / math.sqrt(count), LUCKY * error))
+    noise = median([relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found] or [0.0])
+    for one, seconds in found:
+        layout, error = one.probe.layout, relative_error(one)
+        wide = max(error, min(noise / math.sqrt(max(1, one.steps)), LUCKY * error))
         now = seconds if one.held_back(position) else slower * seconds
         yield Point(layout.shares[position], now, wide, layout.passes(position))
 
