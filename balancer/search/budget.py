@@ -38,7 +38,7 @@ EXPLORES = 0.4  # of the budget, where packs and placements follow, whose childr
 # for a round that is hoped to gain: what follows decides too (knee, noisy_slow; budgets of 20 s). Half of that before
 # the first split, which adds to all curves (flat, then linear)
 SURPRISE = 10  # an exploring probe has 1 / this of what is left: level curves hide long steps, and other batches may
-# matter more (budgets of 20 s); at 15 noise of slow steps decides (noisy_slow, throttle)
+# matter more (budgets of 20 s), but steps that are slow and noisy need the seconds (noisy_slow)
 
 
 class Budget:
