@@ -49,7 +49,7 @@ def make_check_batch(
         first = max(1, len(chosen) * 3 // 8)
         whole, rows = collated(chosen), (first, len(chosen) - first)
         cut = _cut(whole, first, len(chosen))
-        if cut is not None and not _same(whole, collated(chosen, SEED + 1)):
+        if cut is not None and not all(map(torch.equal, tensors_in(whole), tensors_in(collated(chosen, SEED + 1)))):
             return CheckBatch(whole, cut, rows)  # a collator that masks at random makes other parts than it cuts
         return CheckBatch(whole, (collated(chosen[:first]), collated(chosen[first:])), rows, cut)
 
@@ -86,11 +86,6 @@ def _sign(tensor: torch.Tensor) -> int:
     if tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
         return int(tensor)
     return int((tensor != -100).sum())
-
-
-def _same(one: Any, other: Any) -> bool:
-    pairs = list(zip(tensors_in(one), tensors_in(other), strict=False))
-    return all(mine.shape == its.shape and bool((mine == its).all()) for mine, its in pairs)
 
 
 class LossCheck:

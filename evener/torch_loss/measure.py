@@ -118,13 +118,23 @@ _CONTAINERS = (dict, list, deque, set)
 def kept_attributes(*holders: Any) -> Iterator[None]:
     """Put back what all holders have, in place, when the block ends: counters, lists of figures, buffers, metrics.
 
-    Parameters aren't copied.
+    Parameters aren't copied, but for those that a model moves itself, as a momentum encoder's.
     """
-    put_back = keep_attributes(*holders)
+    put_back, frozen = keep_attributes(*holders), _copy_frozen(holders)
     try:
         yield
     finally:
         put_back()
+        for each, was in frozen:
+            _put_back(each, was)
+
+
+def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
+    """Weights that nothing trains, and what puts each back; none where they are more than those that are trained."""
+    every = [each for holder in holders for each in vars(holder).get("_parameters", {}).values() if each is not None]
+    frozen = [each for each in every if not each.requires_grad]
+    few = 2 * sum(map(torch.numel, frozen)) <= sum(map(torch.numel, every))
+    return [(each, (each._version, each.detach().clone())) for each in frozen if few]
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:

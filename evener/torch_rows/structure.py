@@ -87,7 +87,9 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
                 "Let collate_fn give tensors whose first dimension is the rows.",
             )
         return data[start:stop] if shape else data
-    if isinstance(data, (list, tuple)) and len(data) == rows and not any(map(_has_parts, data)):
+    nested = (list, tuple, MutableMapping)
+    items = data if isinstance(data, (list, tuple)) and len(data) == rows else ()
+    if items and not any(hasattr(each, "shape") or isinstance(each, nested) for each in items):
         return data[start:stop]
     cut = each_item(lambda item: cut_rows(item, start, stop, rows), data)
     if cut is data and not isinstance(data, (str, Number, type(None))):
@@ -96,7 +98,3 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
             "Give tensors, or dicts, tuples and lists of them, each with a row for each sample.",
         )
     return cut
-
-
-def _has_parts(item: Any) -> bool:
-    return hasattr(item, "shape") or isinstance(item, (list, tuple, MutableMapping))

@@ -248,11 +248,9 @@ class Tails:
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
         """True if a rank's buffers have changed; RequestError for another number than expected, or other weights."""
-        before, self._expected = self._expected, expected
         copied, self._copied = self._copied, HostCopy(tail) if tail.is_cuda else None
-        if copied is None:  # it is the first one, or there
-            before = expected
-        changed, number, *weights = tail.tolist() if copied is None else copied.read()
+        read, wanted = (tail.tolist(), expected) if copied is None else (copied.read(), self._expected)
+        (changed, number, *weights), self._expected = read, expected
         if sum(map(abs, weights[:-1])) > APART[tail.element_size() < 4] * abs(weights[-1]):
             raise RequestError(
                 "The ranks' weights aren't the same any more: a rank has changed its own by what the others don't have,"
@@ -260,7 +258,7 @@ class Tails:
                 "Decide by figures that all ranks have, as of split.mean(loss), and draw what changes weights from a"
                 " torch.Generator that has the same seed on every rank.",
             )
-        if number != before:
+        if number != wanted:
             raise RequestError(
                 "The ranks sum gradients of different batches: one has left a batch out or taken one more, as a loop"
                 " does that goes on after a loss of NaN, or an error, on this rank alone.",

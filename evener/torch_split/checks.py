@@ -70,9 +70,9 @@ def find_unchecked(training: Any, batch: Any, compute: OfPart) -> Any:
     """The loader of a batch, if it is the first that `compute` computes, as it was given, and no ranks meet in it."""
     weights, code = training.weights, getattr(compute, "__code__", type(compute))
     taken = weights.current
-    if taken is None or code in weights.computed or training.passes.meets:
+    if taken is None or code in training.computed or training.passes.meets:
         return None
-    weights.computed.add(code)
+    training.computed.add(code)
     same = [id(each()) for each in taken.tensors] == list(map(id, tensors_in(batch)))
     return taken.origin.loader() if same and weights.models and not weights.equal_passes else None
 

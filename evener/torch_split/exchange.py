@@ -241,9 +241,8 @@ class Exchange:
         if left or type(line) is not torch.Tensor or not line.numel():
             return
         own = line.real.reshape(-1)[turn * SAMPLED % line.numel() :][:SAMPLED]
-        factor = self._world - 1 if dist.get_rank(self.group) == 0 else -1
-        tail[2 : 2 + len(own)].copy_(own * factor, non_blocking=True)
-        tail[-1:].copy_(own.abs().sum(), non_blocking=True)
+        tail[2 : 2 + len(own)].copy_(own * (self._world - 1 if dist.get_rank(self.group) == 0 else -1))
+        tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
         """Send the buckets that are left once the backward pass has no more gradients."""

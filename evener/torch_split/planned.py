@@ -71,6 +71,7 @@ class PlannedTraining:
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
+        self.computed: set[Any] = set()  # the code of functions that have computed a batch
         self.ahead = 0  # the most batches that a loader draws before their turn
         self.rebalancing = Rebalancing(self) if rebalance and self.world > 1 else None
         explain_at_exit(weakref.WeakMethod(self.passes.advise))

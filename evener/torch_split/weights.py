@@ -41,7 +41,6 @@ class BatchWeights(BatchTracker):
         self.shares, self.weigh = shares, weigh
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._checking = False
-        self.computed: set[Any] = set()  # the code of functions that have computed a batch
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train

@@ -303,6 +303,33 @@ def a_batch_that_one_rank_leaves_out(shares: Shares, rows: TensorDataset) -> lis
     return weights(model)
 
 
+@exact
+def a_target_that_follows_in_the_forward_pass(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """A momentum encoder moves by itself, also as the loss is checked."""
+
+    class Follows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.target = network(), network()
+            self.target.requires_grad_(False)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for mine, its in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    mine.lerp_(its, 0.2)
+            made: torch.Tensor = F.mse_loss(self.online(inputs), self.target(inputs.sin()))
+            return made
+
+    split = split_by(shares)
+    model = split.wrap(Follows())
+    optimizer = sgd(model)
+    for batch in split.loader(rows):
+        optimizer.zero_grad()
+        split.step(batch, lambda part: model(part.batch[0]))
+        optimizer.step()
+    return weights(model)
+
+
 @refused("The ranks' weights aren't the same")
 def a_rate_by_a_ranks_own_loss(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     split = split_by(shares)
