@@ -68,12 +68,18 @@ def draw_app(app: EvenerApp, around: AbstractContextManager[object] = contextlib
             with around, _drawing_on_the_terminal():
                 result = app.run()
         finally:
-            app.close_threads()
+            _end_threads(app)
     if app.crash_log is not None or app.return_code == 1:
         where = f"the traceback is in {app.crash_log}" if app.crash_log else "its traceback could not be written"
         print(f"evener crashed; {where}.", file=sys.stderr)
         return CRASH_EXIT_CODE
     return result or 0
+
+
+def _end_threads(app: EvenerApp) -> None:
+    """End the app's own, and Textual's that reads the terminal: SIGCONT, which comes with a hang-up, starts another."""
+    app.close_threads()
+    getattr(app._driver, "exit_event", threading.Event()).set()
 
 
 @contextlib.contextmanager

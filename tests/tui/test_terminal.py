@@ -30,6 +30,17 @@ def broken(self): raise ZeroDivisionError("planted")
 MonitorScreen.action_refresh = broken
 sys.exit(run_app("sim:gtx1080ti"))
 """
+CONTINUED = """
+import os, signal, sys
+from textual.drivers.linux_driver import LinuxDriver
+from evener.tui.start import run_app
+disable = LinuxDriver.disable_input
+def continued(self):
+    disable(self)
+    os.kill(os.getpid(), signal.SIGCONT)
+LinuxDriver.disable_input = continued
+sys.exit(run_app("sim:gtx1080ti"))
+"""
 ALTERNATE_SCREEN_ON, ALTERNATE_SCREEN_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
@@ -128,6 +139,14 @@ def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> N
     os.close(one.primary)
     one.primary = os.open(os.devnull, os.O_RDONLY)
     assert one.child.wait(30) == 129
+
+
+def test_a_signal_to_go_on_as_the_app_ends_leaves_no_reader(terminal: Open) -> None:
+    """The kernel sends SIGCONT with SIGHUP: Textual then reads the terminal again, and a reader would never end."""
+    one = terminal(CONTINUED)
+    one.read_until(b"GTX 1080 Ti")
+    one.press(b"q")
+    assert one.wait() == 0
 
 
 def test_a_crash_leaves_a_log_and_a_clean_terminal(terminal: Open, tmp_path: Path) -> None:

@@ -151,8 +151,7 @@ def run(
         alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
         code = _train(job, read.name, f"starts on {labels}{alone}", max_restarts)
         left = read_notes(notes)
-        for line in summarize(chosen, left):
-            say(line)
+        say(*summarize(chosen, left))
         saved = None if code or alone or (given and not balance) else save_plan(chosen, read, left)
     if saved is not None:
         say(f"these shares again: {shlex.join(['evener', 'run', '--plan', str(saved), '--', *(command or [])])}")

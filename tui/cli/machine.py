@@ -29,8 +29,7 @@ def list_devices(
     if as_json:
         print(json_text({"devices": [_as_json(device) for device in found.devices], "notes": found.notes}))
         return
-    for note in found.notes:
-        say(note)
+    say(*found.notes)
     rows: list[tuple[str, ...]] = [("device", "name", "memory", "limit", "cores", "id")]
     rows += [_row(device) for device in found.devices]
     print("\n".join(align(rows, numbers_from=len(rows[0]))))

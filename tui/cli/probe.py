@@ -110,8 +110,7 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
 def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
-    for line in (*resolved.notes, f"{runs}, besides warm-up"):
-        say(line)
+    say(*resolved.notes, f"{runs}, besides warm-up")
 
 
 def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength) -> None:
@@ -119,8 +118,7 @@ def _print_run(run: TimedRun, number: int, repeat: int, devices: Sequence[Device
     figure = run.this_run
     error = half_width(figure.value, figure.low, figure.high)
     say(f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}")
-    for doubt in say_all(describe_doubts(run.warnings, devices, _name_more(length))):
-        say(doubt)
+    say(*say_all(describe_doubts(run.warnings, devices, _name_more(length))))
 
 
 def _name_more(length: RunLength) -> str:

@@ -206,8 +206,7 @@ def export(
         print(text, end="", flush=True)
         return
     plan.save(output)
-    for line in (f"plan written to {output}", *say_all(find_training_step(plan, str(output)))):
-        say(line)
+    say(f"plan written to {output}", *say_all(find_training_step(plan, str(output))))
 
 
 @app.command()

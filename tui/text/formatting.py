@@ -43,9 +43,10 @@ def plain(text: str, limit: int = 500) -> str:
     return clean if len(clean) <= limit else clean[: limit - 1] + "…"
 
 
-def say(words: str) -> None:
-    """A line of evener's own on standard error, among those of a training too."""
-    print(f"evener: {plain(words, 1000)}", file=sys.stderr, flush=True)
+def say(*lines: str) -> None:
+    """Print lines of evener's own on standard error, among those of a training too."""
+    for line in lines:
+        print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def energy_cells(samples_per_second: float, active_watts: float, idle_watts: float) -> tuple[str, str, str]:
