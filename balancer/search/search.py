@@ -18,7 +18,7 @@ from ..objectives import find_objective
 from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
 from .decisions import Stop, explain_nobody, explain_probe, find_doubt
-from .layouts import BALANCE, Candidate, LayoutOptions
+from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
 from .ranking import Standing, center, choose_winner, mean_power, throughput
@@ -231,12 +231,17 @@ class Search:
         if not all(candidate.synchronous for candidate in raced.values()):
             return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
         fit = [layout for layout in self._still_run() if self.problem.global_batch in (None, layout.global_batch)]
-        layouts = [one for one in fit if one in raced or family_of(one).name in self.options.families] or fit
+        layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
+        layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
         turns = {layout: self._turns(layout) for layout in layouts}
         return self._result_for(choose_winner(candidates, turns, self.problem).layout)
+
+    def _repeats(self, layout: Layout, raced: dict[Layout, Candidate]) -> bool:
+        """True if an explored layout is one of the race but for shares that no measurement could tell apart."""
+        return layout not in raced and any(same_measurement(layout, one) for one in raced)
 
     def _still_run(self) -> dict[Layout, list[Timed]]:
         """Every layout that ran as one whole training and may run again; all that ran, if none may."""
