@@ -166,7 +166,7 @@ def test_one_output_has_one_error_of_a_figure(capsys: pytest.CaptureFixture[str]
         '[[device]]\nname = "Noisy"\nmemory_mib = 4000\nmemory_base_mib = 100.0\nmemory_per_sample_mib = 4.0\n'
         "noise = 1.0\ncurve = [[1, 60.0], [512, 400.0]]\n"
     )
-    assert run(["balance", "--devices", f"sim:{machine}", "--global-batch", "64", "--budget", "6s", "--seed", "6"]) == 0
+    assert run(["balance", "--devices", f"sim:{machine}", "--global-batch", "64", "--budget", "5s", "--seed", "6"]) == 0
     output = capsys.readouterr()
     errors = re.findall(r"± ([\d.]+ %)", output.out)
     assert len(errors) == 3
@@ -221,11 +221,14 @@ def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_pat
     """No command ends because the locale has no plus-minus sign."""
     locale = C_LOCALE if encoding == "C" else {"PYTHONIOENCODING": encoding}
     encoding = encoding.replace("C", "ascii")
-    environment = {**os.environ, **locale, "XDG_STATE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "evener", "balance", "--devices", PAIR, "--budget", "30s"]
-    ran = subprocess.run(command, capture_output=True, env=environment, check=True)
-    shown = ran.stdout.decode(encoding)
-    assert ("+-" if encoding == "ascii" else "±") in shown
+    environment = {**os.environ, **locale, "XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def shown(*words: str) -> str:
+        command = [sys.executable, "-m", "evener", *words, "--devices", PAIR]
+        return subprocess.run(command, capture_output=True, env=environment, check=True).stdout.decode(encoding)
+
+    assert ("+-" if encoding == "ascii" else "±") in shown("balance", "--budget", "30s")
+    assert encoding != "ascii" or "SIM:1" in shown("monitor", "--once")
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,3 @@ def test_a_loop_prints_one_object_a_line_until_the_reader_goes() -> None:
     with pytest.raises(BrokenPipeError), redirect_stdout(out):
         monitor(SIM, as_json=True, interval="0.1")
     assert [len(json.loads(row)["devices"]) for row in out.getvalue().splitlines()] == [2, 2, 2]
-
-
-def test_a_stream_without_unicode_gets_ascii() -> None:
-    raw = io.BytesIO()
-    out = io.TextIOWrapper(raw, encoding="ascii")
-    with redirect_stdout(out):
-        monitor(SIM, once=True)
-    assert raw.getvalue().decode("ascii")
