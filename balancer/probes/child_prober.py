@@ -184,15 +184,12 @@ class ChildProber:
             row_tokens = fmean(self._facts.lengths or (0,))
             measurement = Measurement(probe, group, self._timeouts, progress, self._hosts, row_tokens, idle)
             seen = measurement.run(stop, started, self._warm_up_share(probe, group), short_bytes)
-            self._running.discard(probe)
-            with suppress(GroupError, HostLostError, StoppedError):
-                while self._running:  # devices that share cores or caches slow each other: to the end of the round
-                    group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
         except BaseException:
             if group is not None:
                 group.end()
             raise
-        self._keep(key, group, seen, measurement.busy_cores)
+        self._running.discard(probe)
+        self._keep(key, group, seen, measurement.busy_cores, stop)
         return seen
 
     def _take_idle(self, key: Layout) -> ChildGroup | None:
@@ -203,11 +200,15 @@ class ChildProber:
             return None
         return group
 
-    def _keep(self, key: Layout, group: ChildGroup, seen: Timed, busy_cores: float | None) -> None:
+    def _keep(
+        self, key: Layout, group: ChildGroup, seen: Timed, busy_cores: float | None, stop: threading.Event
+    ) -> None:
         """Keep the children for the next probe, with what this one showed of them."""
         layout = seen.probe.layout
         group.fresh = False
         try:
+            while self._running:  # devices that share cores or caches slow each other: to the end of the round
+                group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
             kept = group.rest(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
             group.end()  # its earlier measurements stay valid
