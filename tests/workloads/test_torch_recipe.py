@@ -235,6 +235,7 @@ def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., lis
     pauses = (RANK.STEPS - 1) * RANK.PAUSE_SECONDS  # before the first step, others may not be there yet
     assert all(each["waited"] > 0.5 * pauses for each in ended[1:])
     assert {(each["waited since"], each["on a CPU"]) for each in ended} == {(0, None)}
+    assert all(map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3]))  # it was left out before
     torch.manual_seed(0)
     recipe = RANK.recipe()
     assert recipe.data is not None
@@ -249,7 +250,7 @@ def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., lis
             recipe.optimizer.step()
         for rank, size in enumerate(sizes):
             for mine, expected in zip(ended[rank]["weights"][turn], recipe.module.parameters(), strict=True):
-                if size and turn < 3:  # one who was left out comes back without the momentum
+                if size and turn < 3:  # momentum begins anew with one who comes back
                     torch.testing.assert_close(mine, expected.detach(), rtol=0, atol=1e-12)
 
 

@@ -282,6 +282,8 @@ class TorchWorkload(Workload, StepListener):
             self._members = members
         elif members != self._members:
             group = dist.new_group(list(members))
+            if not set(members) <= set(self._members):
+                self.recipe.optimizer.state.clear()  # who comes back has other momentum than the others
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
