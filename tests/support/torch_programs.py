@@ -44,7 +44,7 @@ __all__ = [
 
 
 def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bool) -> None:
-    """One rank: every program that has a data set of so many rows, and every case if `cases`."""
+    """One rank: every program with a data set of `rows` rows, and every case if `cases`."""
     torch.set_num_threads(1)
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}, "mean_inside": mean_inside}
     ratios = tuple(filter(None, shares))
