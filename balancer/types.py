@@ -285,6 +285,9 @@ class Belief(msgspec.Struct, frozen=True):
     doing: str  # one sentence: what is measured now and why
 
 
+MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone: what else it takes shows beside it
+
+
 class ModelState(msgspec.Struct, frozen=True):
     """The bytes of a model that a sharded training divides, and of what each rank has beside its part."""
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from evener.balancer import journal
 from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.words import say_all
-from evener.balancer.search.model.evidence import read_device
+from evener.balancer.search.model.evidence import read_device, relative_error
 from evener.balancer.search.model.memory import Memory
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.statistics import relative_error, relative_half_width
+from evener.balancer.statistics import relative_half_width
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import BEST_SINGLE, EVEN_SPLIT, Plan

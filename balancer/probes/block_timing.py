@@ -16,7 +16,7 @@ from statistics import median
 
 import msgspec
 
-from ..search.statistics import LONE_BLOCK, NORMAL_95, relative_half_width, student
+from ..statistics import LONE_BLOCK, NORMAL_95, relative_half_width, student
 from ..types import Interval, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends

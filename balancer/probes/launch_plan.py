@@ -20,8 +20,7 @@ from evener.devices.types import Device, group_by_host
 from evener.workloads.protocol import Input, Place, Precision
 
 from ..request import Job
-from ..search.sharding import MEASURED_PART
-from ..types import Layout, Probe
+from ..types import MEASURED_PART, Layout, Probe
 from .protocol import Build
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed

@@ -14,7 +14,7 @@ from evener.devices.backend import Vitals
 from evener.shares.curves import Work
 
 from ..events import ProbeProgress, Report
-from ..search.statistics import relative_half_width
+from ..statistics import relative_half_width
 from ..types import Layout, Probe, Timed, Warned
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
 from .children import ChildGroup

@@ -18,9 +18,8 @@ import msgspec
 from evener.devices.machine import MIB, Machine
 
 from ..events import ProbeProgress, Report
-from ..search.sharding import MEASURED_PART
-from ..search.statistics import relative_half_width
-from ..types import Facts, Failed, ModelState, Observation, OutOfMemory, Probe, Timed
+from ..statistics import relative_half_width
+from ..types import MEASURED_PART, Facts, Failed, ModelState, Observation, OutOfMemory, Probe, Timed
 from .block_timing import Block, BlockTimer
 
 TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced

@@ -19,11 +19,10 @@ from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Problem
 from .budget import Budget
-from .model.evidence import read_device
+from .model.evidence import CLEAR, read_device
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL
 from .observations import Observations
-from .statistics import CLEAR
 
 
 class Bounds:

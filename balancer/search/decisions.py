@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from ..statistics import relative_half_width
 from ..types import Layout, Probe, Problem, Result
 from .machine_model import MachineModel
+from .model.evidence import CLEAR
 from .ranking import UNCLEAR
-from .statistics import CLEAR, relative_half_width
 
 WHY_SOLO = (
     "a first time",

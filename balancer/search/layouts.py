@@ -11,10 +11,10 @@ from evener.shares.whole_rows import even
 
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
-from .statistics import TIE
 
 NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)  # of a device in a layout whose plan needs none
 Knob = Literal["xla", "mixed"]
+TIE = 0.01  # relative; a smaller difference of speeds isn't worth a change, and one of shares can't be measured
 RETREAT = 0.7  # of a batch that ran out of memory: the next to try, as a child that runs out costs 3 s on a GPU
 RETREATS = 4  # tries of smaller ones: to a quarter
 

@@ -21,10 +21,9 @@ from evener.shares.waterfill import DeviceCurve
 
 from ..types import Layout, Timed, layout_of
 from .bounds import Bounds
-from .model.evidence import group_devices
+from .model.evidence import group_devices, relative_error
 from .model.hope import bend_is_open
-from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
-from .statistics import relative_error, rising_line
+from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points, rising_line
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds

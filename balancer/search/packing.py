@@ -18,11 +18,10 @@ import msgspec
 
 from ..families import PackMode, pack_on
 from ..types import Layout, Observation, OutOfMemory, Timed
-from .layouts import RETREAT, RETREATS
+from .layouts import RETREAT, RETREATS, TIE
 from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowDevices
-from .statistics import TIE
 
 MEMORY_SHARE = 0.98  # of a device's memory, for all trainings packed on it: each has a context of its own
 ENOUGH = 0.05  # relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)

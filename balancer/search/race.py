@@ -16,6 +16,7 @@ import msgspec
 
 from ..families import Family, PackMode, family_of, pack_on
 from ..objectives import find_objective
+from ..statistics import relative_half_width
 from ..types import Layout, OutOfMemory, Probe, Result, Stage, Timed
 from .budget import Budget
 from .layouts import RETREATS, Candidate, LayoutOptions, divide, same_measurement, shrink
@@ -23,7 +24,6 @@ from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .packing import Packing
 from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
 from .rows import RowDevices
-from .statistics import relative_half_width
 from .texts import TextDevices
 
 

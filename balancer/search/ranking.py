@@ -15,10 +15,11 @@ from statistics import NormalDist, fmean
 import msgspec
 
 from ..objectives import Objective, find_objective
+from ..statistics import student
 from ..types import Interval, Layout, Power, Problem
-from .layouts import Candidate
+from .layouts import TIE, Candidate
+from .model.evidence import relative_error
 from .observations import Turns
-from .statistics import TIE, relative_error, student
 
 UNCLEAR = 0.03  # relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
 PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)

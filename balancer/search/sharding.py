@@ -16,14 +16,13 @@ import msgspec
 from evener.plan.layout import Knots
 from evener.shares.waterfill import HALVINGS
 
-from ..types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
+from ..types import MEASURED_PART, Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
 from .budget import Budget
 from .layouts import BALANCE
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .observations import Observations
 from .rows import RowDevices
 
-MEASURED_PART = 1 / 64  # of the state, that a device holds which is measured alone: what else it takes shows beside it
 HEADROOM = 0.03  # of a device's memory, left free: allocators round up, and sums need buffers; twice as much for each
 # sharded step that ran out of memory, and half or a quarter where it doesn't fit otherwise
 DIGITS = 4  # of a part: 10 MB of a state of 100 GB, far below the headroom of any card

@@ -18,13 +18,13 @@ from evener.shares.waterfill import Allocation, DeviceCurve, single_best
 
 from ..types import Probe, solo
 from .budget import BASE_SECONDS, Budget
+from .layouts import TIE
 from .machine_model import most_in_one
 from .model.hope import hopeful_curve
 from .model.memory import BLIND_GROWTH
 from .model.step_time import LEVEL, SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
-from .statistics import TIE
 
 FAR, GAP = 2, 1.5  # times: looks go so far beyond what ran, or into gaps wider than that (concave; tol_jagged)
 MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve is halved nine times (even split)

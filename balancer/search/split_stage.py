@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from evener.shares.waterfill import Allocation
 
+from ..statistics import LONE_BLOCK
 from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, LEAST_RATE, smallest_gain
-from .statistics import LONE_BLOCK
 
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
 

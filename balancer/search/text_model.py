@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import combinations
 from statistics import fmean
 
 import msgspec
 
-from evener.shares.curves import Cost, RankCost, Work
+from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
 from ..types import Layout, Observation, OutOfMemory, Problem, Timed
-from .layouts import RETREAT
-from .model.evidence import group_by, is_noise
+from .layouts import RETREAT, TIE
+from .model.evidence import CLEAR, group_by, is_noise, relative_error
 from .model.memory import SAFE_SHARE, Memory
 from .observations import Observations
 from .ranking import LEAST_RATE
-from .statistics import CLEAR, TIE, fit_rates, relative_error
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -74,6 +74,59 @@ def _fit(points: Sequence[WorkPoint], steps: float) -> StepCost:
 def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
     """The sum of squared errors, each in its standard error."""
     return sum(((cost.seconds(one.work) / one.seconds - 1) / one.error) ** 2 for one in points)
+
+
+def fit_rates(rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]) -> tuple[float, ...]:
+    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its value.
+
+    Exact, by trying each set of rates that may be above 0. `errors` are standard errors of the values. Amounts that the
+    rows can't tell apart get one of the rates alone.
+    """
+    scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
+    wanted = [value / error for value, error in zip(values, errors, strict=True)]
+    columns = [list(column) for column in zip(*scaled, strict=True)]
+    used = [i for i, column in enumerate(columns) if any(column)]
+    best, least = (0.0,) * len(columns), math.fsum(value * value for value in wanted)
+    for size in range(1, len(used) + 1):
+        for chosen in combinations(used, size):
+            rates = _solve([columns[i] for i in chosen], wanted)
+            if rates is None or min(rates) < 0:
+                continue
+            missed = _distance([columns[i] for i in chosen], rates, wanted)
+            if missed < least * (1 - ROUNDING):
+                least, by_column = missed, dict(zip(chosen, rates, strict=True))
+                best = tuple(by_column.get(i, 0.0) for i in range(len(columns)))
+    return best
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _distance(columns: Sequence[Sequence[float]], rates: Sequence[float], wanted: Sequence[float]) -> float:
+    found = [_dot(rates, row) for row in zip(*columns, strict=True)]
+    return math.fsum((a - b) ** 2 for a, b in zip(found, wanted, strict=True))
+
+
+def _solve(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
+    """The rates nearest to the wanted values, by Gram-Schmidt; None if the columns don't tell them apart."""
+    bases: list[list[float]] = []
+    factors: list[list[float]] = []  # of the bases in each column
+    for column in columns:
+        left, own = list(column), []
+        for base in bases:
+            factor = _dot(base, left)
+            own.append(factor)
+            left = [a - factor * b for a, b in zip(left, base, strict=True)]
+        size = math.hypot(*left)
+        if size <= ROUNDING * math.hypot(*column):
+            return None
+        bases.append([a / size for a in left])
+        factors.append([*own, size])
+    rates = [_dot(base, wanted) for base in bases]
+    for i in reversed(range(len(rates))):
+        rates[i] = (rates[i] - math.fsum(factors[j][i] * rates[j] for j in range(i + 1, len(rates)))) / factors[i][i]
+    return rates
 
 
 DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.statistics import relative_half_width
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.plan.file import parse_plan, to_json, to_toml

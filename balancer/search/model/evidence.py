@@ -11,12 +11,14 @@ from statistics import median
 
 import msgspec
 
+from ...statistics import student
 from ...types import Failed, Observation, OutOfMemory, Timed
 from ..observations import Observations
-from ..statistics import relative_error
 from .memory import Memory
 from .step_time import SAME_BATCH, Point, fit_curve
 
+CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
+TYPICAL_BLOCKS = 8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
 LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
 MEAN_ERRORS = 3.0  # standard errors by which the mean ratio of two devices' times may differ from 1 (equal, identical)
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several (equal, identical)
@@ -178,6 +180,12 @@ def read_points(
         wide = max(error, min(noise / math.sqrt(max(1, one.steps)), LUCKY * error))
         now = seconds if one.held_back(position) else slower * seconds
         yield Point(layout.shares[position], now, wide, layout.passes(position))
+
+
+def relative_error(seen: Timed) -> float:
+    """Relative standard error of a step time, from its 95 % interval."""
+    half = (seen.high_seconds - seen.low_seconds) / 2
+    return half / seen.step_seconds / student(TYPICAL_BLOCKS - 1) if seen.step_seconds > 0 else 1.0
 
 
 # ---------------------------------------------------------------------- indistinguishable devices

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from evener.shares.curves import Curve
 
-from ..statistics import CLEAR
+from .evidence import CLEAR
 from .memory import BLIND_GROWTH
 from .step_time import LEVEL, Point, make_rising, merge_points, read_stairs
 

@@ -18,8 +18,6 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-from ..statistics import rising_line
-
 SAME_BATCH = 0.02  # relative: points nearer than this are one point, as their slope would be noise (noisy)
 LEVEL = 0.05  # relative: times that differ by less may be level, slopes one slope (knee; stairs in 20 s; a torch_maxer
 # on an H200); between batches that differ by less, allocators' rounding dominates
@@ -34,6 +32,8 @@ LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
 WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
 CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds (CPU of ask)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
+
+Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -200,6 +200,26 @@ def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
         return bends[0][1]
     (b0, f0), (b1, f1) = bends[i - 1], bends[i]
     return f0 + (f1 - f0) * (batch - b0) / (b1 - b0)
+
+
+def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:
+    """(intercept, slope) of y = intercept + slope * x, the slope never negative.
+
+    Where the best intercept would be negative, the line goes through the origin, unless `intercept_not_negative` is
+    False. One sample alone is all slope. `samples` must not be empty; weights are 1 / variance of y.
+    """
+    total = math.fsum(w for _, _, w in samples)
+    mean_x = math.fsum(w * x for x, _, w in samples) / total
+    mean_y = math.fsum(w * y for _, y, w in samples) / total
+    spread = math.fsum(w * (x - mean_x) ** 2 for x, _, w in samples)
+    if spread <= 0:
+        return 0.0, mean_y / mean_x
+    joint = math.fsum(w * (x - mean_x) * (y - mean_y) for x, y, w in samples)
+    slope = max(0.0, joint / spread)
+    intercept = mean_y - slope * mean_x
+    if intercept >= 0 or not intercept_not_negative:
+        return intercept, slope
+    return 0.0, math.fsum(w * x * y for x, y, w in samples) / math.fsum(w * x * x for x, _, w in samples)
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:

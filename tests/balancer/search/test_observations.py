@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.search.model.evidence import LUCKY, read_device
+from evener.balancer.search.model.evidence import LUCKY, read_device, relative_error
 from evener.balancer.search.observations import TRIES, Observations
-from evener.balancer.search.statistics import relative_error
 from evener.balancer.types import Cause, Failed, Layout, OutOfMemory, Probe, Problem, Stage, Timed, solo
 
 PAIR = Problem(2, (10_000, 10_000))

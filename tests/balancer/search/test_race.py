@@ -16,7 +16,7 @@ from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.observations import MOST_TURNS
 from evener.balancer.search.ranking import ROUGH, compare_turns, smallest_gain, throughput
 from evener.balancer.search.search import Search
-from evener.balancer.search.statistics import relative_half_width
+from evener.balancer.statistics import relative_half_width
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from tests.support import machine_families, search_trials
 from tests.support.search_machines import Bench, benches, noisy, searched

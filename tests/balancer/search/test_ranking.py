@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.balancer.families import find_family, pack_on
-from evener.balancer.search.layouts import Candidate, split_evenly
+from evener.balancer.search.layouts import TIE, Candidate, split_evenly
+from evener.balancer.search.model.evidence import relative_error
 from evener.balancer.search.ranking import (
     PROBE_DRIFT,
     Difference,
@@ -24,7 +25,6 @@ from evener.balancer.search.ranking import (
     throughput,
     unsettled,
 )
-from evener.balancer.search.statistics import TIE, relative_error
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
 SOLO = Candidate(find_family("solo"), solo(2, 0, 100))

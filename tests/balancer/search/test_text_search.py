@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.search.layouts import LayoutOptions, is_even
 from evener.balancer.search.search import Search
-from evener.balancer.search.statistics import fit_rates
-from evener.balancer.search.text_model import StepCost, WorkPoint, fit_step_cost
+from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
 from evener.shares.curves import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal

@@ -12,8 +12,8 @@ from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.search.decisions import Stop
+from evener.balancer.search.layouts import TIE
 from evener.balancer.search.search import Search
-from evener.balancer.search.statistics import TIE
 from evener.balancer.session import Session
 from evener.balancer.types import Observation, Problem, Result, Timed, solo
 from evener.devices.machine import Machine, SimulatedDevice, Sync

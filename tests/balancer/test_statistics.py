@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from evener.balancer import statistics as stats
 from evener.balancer.probes.block_timing import Block, interval_of
-from evener.balancer.search import statistics as stats
 
 
 def test_student_meets_the_normal_and_the_table() -> None:

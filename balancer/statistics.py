@@ -1,0 +1,33 @@
+"""Intervals of step times, for probes and the search.
+
+Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term gives three digits.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .types import Interval
+
+NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+LONE_BLOCK = 0.5  # relative half-width said of a single block, whose spread is unknown
+# fmt: off
+STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+)
+# fmt: on
+
+
+def student(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t; `freedom` is at least 1."""
+    if freedom < 1:
+        raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
+    if freedom <= len(STUDENT_95):
+        return STUDENT_95[freedom - 1]
+    return NORMAL_95 + (NORMAL_95**3 + NORMAL_95) / (4 * freedom)
+
+
+def relative_half_width(interval: Interval) -> float:
+    """Half the interval's width over its value; infinite for a value of 0."""
+    return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
