@@ -54,7 +54,7 @@ class Budget:
     ) -> None:
         self._problem, self._options, self._seen, self.race_is_over = problem, options, seen, race_is_over
         self._predict_rate = predict_rate
-        self._timed = seen.all_timed()
+        self._timed = seen.timed()
         self.seconds = problem.budget_seconds
 
     @cached_property
@@ -116,7 +116,7 @@ class Budget:
 
     @cached_property
     def _left_to_explore(self) -> float:
-        return max(0.0, self.explore_seconds - self._seen.spent_seconds(EXPLORATION))
+        return max(0.0, self.explore_seconds - self._seen.spent_seconds(*EXPLORATION))
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
@@ -145,7 +145,7 @@ class Budget:
 
     def enough_for(self, missing_seconds: float) -> float:
         """A budget that leaves `missing_seconds` more for first turns, after exploration has taken its part of it."""
-        others = self.spent - self._seen.spent_seconds(EXPLORATION) + missing_seconds
+        others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 

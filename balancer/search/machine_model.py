@@ -121,20 +121,18 @@ class MachineModel(Bounds):
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
         """Every split that exploration ran."""
-        return tuple(turn for turns in self.seen.timed(["split"]).values() for turn in turns)
+        return tuple(self.seen.timed("split"))
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
         """The explored splits that still fit, by all that was seen since."""
-        layouts = self.seen.still_fit({one.probe.layout: [one] for one in self.splits})
-        return tuple(one for one in self.splits if one.probe.layout in layouts)
+        return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
         """Devices measured while the others were idle: the best of each that still fits and has a batch asked for."""
         best: dict[int, Timed] = {}
-        fit = self.seen.still_fit(self.seen.timed(["rest"]))
-        for one in (one for turns in fit.values() for one in turns):
+        for one in self.seen.still_fit(self.seen.timed("rest")):
             (i,), batch = one.probe.layout.active, one.probe.layout.global_batch
             if self.problem.global_batch in (None, batch):
                 best[i] = max(best.get(i, one), one, key=lambda each: each.samples_per_second)

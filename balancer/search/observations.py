@@ -33,11 +33,9 @@ class Observations:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
-        self._by_layout: defaultdict[Layout, list[Probe]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # by device: (turn of the race, -1 before; bytes held then)
         self.gone: set[int] = set()  # devices that are no longer there
-        self._checked = False  # a winner was: from then on the race shows what devices do, too
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
 
     def add(self, seen: Observation) -> None:
@@ -45,8 +43,8 @@ class Observations:
 
         Of two on one probe OutOfMemory beats Timed beats Failed. Each failure counts as one more try.
         """
-        probe, layout = seen.probe, seen.probe.layout
-        if len(layout.shares) != self._problem.devices or not layout.active:
+        probe = seen.probe
+        if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
             return
         self._settled.pop(probe.stage, None)
         if isinstance(seen, Failed):
@@ -55,12 +53,7 @@ class Observations:
             self._note_others(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
-        before = self._seen.get(probe)
-        if before is None:
-            self._by_layout[layout].append(probe)
-        if before is None or rank_observation(seen) > rank_observation(before):
-            self._seen[probe] = seen
-        self._checked = self._checked or probe.stage == "check"
+        self._seen[probe] = max(self._seen.get(probe, seen), seen, key=rank_observation)
 
     def _count_failure(self, seen: Failed) -> None:
         self._failures[seen.probe].append(seen.elapsed_seconds)
@@ -93,36 +86,25 @@ class Observations:
         seen = self._seen.get(probe)
         return None if isinstance(seen, Failed) and not self.final(seen) else seen
 
-    def in_stage(self, stage: Stage) -> Sequence[Observation]:
-        """The settled observations of a stage, in the order of their probes."""
-        settled = self._settled.get(stage)
-        if settled is None:
-            probes = sorted((p for p in self._seen if p.stage == stage), key=order_probe)
-            settled = self._settled[stage] = [seen for p in probes if (seen := self.at(p)) is not None]
-        return settled
-
-    def timed(self, stages: Iterable[Stage]) -> dict[Layout, list[Timed]]:
-        """Every layout that ran in `stages`, its turns in order."""
-        layouts: dict[Layout, list[Timed]] = {}
+    def in_stage(self, *stages: Stage) -> list[Observation]:
+        """The settled observations of some stages, one after the other, each in the order of its probes."""
         for stage in stages:
-            for seen in self.in_stage(stage):
-                if isinstance(seen, Timed):
-                    layouts.setdefault(seen.probe.layout, []).append(seen)
-        return layouts
+            if stage not in self._settled:
+                probes = sorted((p for p in self._seen if p.stage == stage), key=order_probe)
+                self._settled[stage] = [seen for p in probes if (seen := self.at(p)) is not None]
+        return [seen for stage in stages for seen in self._settled[stage]]
 
-    def timed_in(self, layout: Layout, stage: Stage | None = None) -> list[Timed]:
-        """The timed observations of one layout, in one stage or all."""
-        seen = [self._seen[probe] for probe in self._by_layout.get(layout, ()) if stage in (None, probe.stage)]
-        return [one for one in seen if isinstance(one, Timed)]
+    def timed(self, *stages: Stage) -> list[Timed]:
+        """The timed observations of some stages, in the same order; of all stages if none is named."""
+        return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
+
+    def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
+        """The timed observations of one layout, in some stages or all."""
+        return [one for one in self.timed(*stages) if one.probe.layout == layout]
 
     def timed_race(self) -> list[Timed]:
         """The timed observations of the race whose layouts are one training."""
-        timed = [seen for seen in self.in_stage("race") if isinstance(seen, Timed)]
-        return [seen for seen in timed if seen.probe.layout.traits.by_shares]
-
-    def all_timed(self) -> list[Timed]:
-        """Every timed observation."""
-        return [seen for seen in self._seen.values() if isinstance(seen, Timed)]
+        return [one for one in self.timed("race") if one.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """The turns of a layout in the race, or in its stage of other knobs.
@@ -157,25 +139,24 @@ class Observations:
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """The turns of a layout from its first check on: they had no part in choosing it."""
-        seen = [one for stage in ("check", "race", "knobs") for one in self.timed_in(layout, stage)]
+        seen = self.timed_in(layout, "check", "race", "knobs")
         began = min((one.probe.turn for one in seen if one.probe.stage == "check"), default=math.inf)
         return _steady(dict(enumerate(one for one in seen if one.probe.turn >= began)))
 
     def broken(self, layout: Layout) -> Observation | None:
         """The first observation of this layout since the race began that wasn't timed, if any."""
-        seen = [self.at(p) for p in self._by_layout.get(layout, ()) if p.stage in ("race", "knobs", "check")]
-        broken = [one for one in seen if one is not None and not isinstance(one, Timed)]
-        return min(broken, key=lambda one: one.probe.turn, default=None)
+        own = (one for one in self.in_stage("race", "knobs", "check") if one.probe.layout == layout)
+        return next((one for one in own if not isinstance(one, Timed)), None)
 
-    def still_fit(self, timed: dict[Layout, list[Timed]]) -> dict[Layout, list[Timed]]:
-        """The layouts that ran and may run again.
+    def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
+        """The observations whose layouts may run again.
 
         A layout is refuted by one on the same devices that ran out of memory with no more on any of them, by memory
         that others were seen to hold, and by a device that has gone.
         """
         found = [one for one in self._seen.values() if isinstance(one, OutOfMemory)]
         full = [one.probe.layout for one in found if all(self.full_now(i, one) for i in one.probe.layout.active)]
-        return {layout: turns for layout, turns in timed.items() if self._still_fits(layout, full)}
+        return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
         here = (one for one in full if (one.kind, one.active) == (layout.kind, layout.active))
@@ -205,35 +186,24 @@ class Observations:
         failed = (seen for seen in self._seen.values() if isinstance(seen, Failed) and not self.final(seen))
         return sorted((seen.probe for seen in failed), key=order_probe)
 
-    def spent_seconds(self, stages: Iterable[Stage] | None = None, until_turn: float = math.inf) -> float:
-        """Seconds of the probes; of solo probes of one turn, which run at the same time, only the longest counts.
+    def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
+        """Seconds of the probes of some stages or all; of those that run at the same time only the longest counts.
 
         Turns of the race after `until_turn` are left out.
         """
-        wanted = None if stages is None else set(stages)
-        rounds: defaultdict[tuple[Stage, int, int], float] = defaultdict(float)
-        costs = []
+        rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         for probe, seen in self._seen.items():
-            if wanted is not None and probe.stage not in wanted:
-                continue
-            cost = math.fsum(self._failures.get(probe, ())) + (
-                0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
-            )
-            if probe.stage in ("solo", "part"):
-                rounds[probe.stage, probe.turn, probe.layout.active[0]] += cost
-            elif probe.stage != "race" or probe.turn <= until_turn:
-                costs.append(cost)
-        longest: defaultdict[tuple[Stage, int], float] = defaultdict(float)
-        for (stage, turn, _), cost in rounds.items():
-            longest[stage, turn] = max(longest[stage, turn], cost)
-        return math.fsum([*costs, *longest.values()])
+            if probe.stage in (stages or STAGES) and (probe.stage != "race" or probe.turn <= until_turn):
+                together = (probe.stage, probe.turn) if probe.stage in ("solo", "part") else probe
+                ran = 0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
+                rounds[together][probe.layout.active[0]] += math.fsum(self._failures.get(probe, ())) + ran
+        return math.fsum(max(devices.values()) for devices in rounds.values())
 
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
         """The settled observations of a device in exploration, in the order of their probes."""
-        found = (one for stage in EXPLORATION for one in self.in_stage(stage))
-        return [one for one in found if one.probe.layout.shares[position]]
+        return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
         """The most rows of a pass that the device ran alone in exploration; less than 1 before any."""
@@ -245,15 +215,14 @@ class Observations:
         raced = self.raced(position)
         return bool(raced) and not raced[-1].held_back(position)
 
-    def raced(self, position: int, *stages: Stage) -> list[Timed]:
-        """The turns of layouts in which the device took part, in these stages, or in the race and the checks."""
-        seen = [one for stage in stages or ("race", "check") for one in self.in_stage(stage)]
-        timed = [one for one in seen if isinstance(one, Timed) and one.probe.layout.shares[position]]
-        return sorted(timed, key=lambda one: one.probe.turn)
+    def raced(self, position: int) -> list[Timed]:
+        """The turns of the race and the checks in which the device took part."""
+        own = (one for one in self.timed("race", "check") if one.probe.layout.shares[position])
+        return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
         """The splits of the race and its checks in which the device took part, once a winner was checked."""
-        found = [(one, one.probe.layout) for one in (self.raced(position) if self._checked else ())]
+        found = [(one, one.probe.layout) for one in (self.raced(position) if self.in_stage("check") else ())]
         own = [(one, layout) for one, layout in found if layout.traits.together and not layout.traits.sharded]
         return [one for one, layout in own if layout.by_rows and not layout.knobs]
 

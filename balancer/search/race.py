@@ -64,7 +64,7 @@ class Race:
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
         rough = ROUGH < width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
         wanted = not checks or held or rough
-        alone = all(seen.probe.layout == layout for seen in self.seen.all_timed())
+        alone = all(seen.probe.layout == layout for seen in self.seen.timed())
         if alone or not wanted or not self._budget.affords(layout, "check"):
             return ()
         seconds = self._budget.probe_seconds(layout, "check", 1)
@@ -325,7 +325,7 @@ class Race:
     def _logical(self, plain: Layout) -> Layout:
         """The pack on logical devices of as many trainings as run best as plain processes, or of the most measured."""
         wanted = pack_on(plain, plain.processes, "logical")
-        tried = [one.probe.layout for one in self.seen.all_timed() if one.probe.layout.placement == "logical"]
+        tried = [one.probe.layout for one in self.seen.timed() if one.probe.layout.placement == "logical"]
         if wanted in tried or not tried or self._budget.affords(wanted, "race"):
             return wanted
         return max(tried, key=lambda layout: layout.processes)

@@ -94,9 +94,9 @@ class RowDevices(Predictions):
 
     def _ranked_singles(self) -> list[Layout]:
         """Every batch that exploration measured on one device and that still fits, the fastest first."""
-        ran = self.seen.timed(("solo", "rest"))
-        fit = self.seen.still_fit({layout: turns for layout, turns in ran.items() if not layout.in_passes})
-        return sorted(fit, key=lambda layout: -max(one.samples_per_second for one in fit[layout]))
+        ran = [one for one in self.seen.timed("solo", "rest") if not one.probe.layout.in_passes]
+        fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
+        return list(dict.fromkeys(one.probe.layout for one in fit))
 
     def _fixed_singles(self) -> list[Layout]:
         """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
@@ -135,11 +135,9 @@ class RowDevices(Predictions):
     def _split_rates(self) -> dict[Layout, float]:
         """Every split of exploration that still fits, with its samples/s."""
         batch = self.problem.global_batch
-        return {
-            layout: max(one.samples_per_second for one in turns)
-            for layout, turns in self.seen.still_fit(self.seen.timed(("split",))).items()
-            if batch is None or layout.global_batch == batch
-        }
+        found = [one for one in self.fitting_splits if batch in (None, one.probe.layout.global_batch)]
+        found.sort(key=lambda one: one.samples_per_second)
+        return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
         """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
@@ -240,7 +238,7 @@ def _round(figure: float) -> float:
 def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:
     """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
     problem = predictions.problem
-    costs = objective.costs(predictions.seen.all_timed(), problem.devices)
+    costs = objective.costs(predictions.seen.timed(), problem.devices)
     if not costs:
         return []
 

@@ -108,7 +108,7 @@ class Search:
         again = self._seen.open_failures()
         same = tuple(probe for probe in again if probe.stage == again[0].stage)
         yield same if again and again[0].stage == "solo" else same[:1]
-        if not self._seen.timed(["check"]):
+        if not self._seen.timed("check"):
             yield self._explore(self.budget)
         if self.sharding is not None:
             yield self.sharding.next_probes()
@@ -187,7 +187,7 @@ class Search:
         if not (problem.shards and asked and problem.devices > 1 and (full or self.options.shards)):
             return None
         if problem.budget_seconds is not None:
-            others = self._seen.spent_seconds(set(STAGES) - set(SHARDED))
+            others = self._seen.spent_seconds(*set(STAGES) - set(SHARDED))
             problem = msgspec.structs.replace(problem, budget_seconds=max(0.0, problem.budget_seconds - others))
         return Sharding(problem, self._seen.sharded)
 
@@ -243,12 +243,12 @@ class Search:
         """True if an explored layout is one of the race but for shares that no measurement could tell apart."""
         return layout not in raced and any(same_measurement(layout, one) for one in raced)
 
-    def _still_run(self) -> dict[Layout, list[Timed]]:
+    def _still_run(self) -> list[Layout]:
         """Every layout that ran as one whole training and may run again; all that ran, if none may."""
-        found = self._seen.timed(("solo", "rest", "split", "shard", "race"))
-        trainings = {layout: turns for layout, turns in found.items() if layout.traits.by_shares}
-        ran = {one: turns for one, turns in trainings.items() if self.devices.is_training(one) and self._turns(one)}
-        return self._seen.still_fit(ran) or ran
+        found = self._seen.timed("solo", "rest", "split", "shard", "race")
+        trainings = [(one, one.probe.layout) for one in found if one.probe.layout.traits.by_shares]
+        ran = [one for one, layout in trainings if self.devices.is_training(layout) and self._turns(layout)]
+        return list(dict.fromkeys(one.probe.layout for one in self._seen.still_fit(ran) or ran))
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""

@@ -127,7 +127,7 @@ class SplitStage:
             return None
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
-        best = max((one.samples_per_second for one in self._seen.all_timed()), default=0.0)
+        best = max((one.samples_per_second for one in self._seen.timed()), default=0.0)
         gains = wanted.samples_per_second > (1 + self._least_gain(wanted)) * best
         return wanted if gains or not self._safely_fits(wanted) else None
 

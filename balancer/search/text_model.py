@@ -240,8 +240,7 @@ class TextModel:
         """A device's bytes by the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
-        later = (seen for stage in ("split", "race", "check") for seen in self.seen.in_stage(stage))
-        for seen in (*self.tried_alone(position), *later):
+        for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
             tokens = self.largest_passes(seen.probe.layout)[position]
             if isinstance(seen, OutOfMemory) and tokens and position in (seen.devices or seen.probe.layout.active):
                 full.append(tokens)

@@ -74,11 +74,11 @@ class TextDevices(TextModel):
 
     def best_splits(self) -> list[Layout]:
         """The last split that exploration measured, and the fastest."""
-        ran = self.seen.still_fit({one.probe.layout: [one] for one in self.splits})
+        ran = self.seen.still_fit(self.splits)
         if not ran:
             return []
-        fastest = max(ran, key=lambda layout: ran[layout][0].samples_per_second)
-        return list(dict.fromkeys([list(ran)[-1], fastest]))
+        fastest = max(ran, key=lambda one: one.samples_per_second)
+        return list(dict.fromkeys([ran[-1].probe.layout, fastest.probe.layout]))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split of rows, in the data's order, over the best split's devices; passes can hold the longest rows.

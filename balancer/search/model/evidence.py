@@ -146,7 +146,7 @@ def _slower_since(
     store: Observations, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]
 ) -> float:
     """The factor by which a device's steps now take longer, if it was held back in its last check; otherwise 1."""
-    checks = store.raced(position, "check")
+    checks = [one for one in store.timed("check") if one.probe.layout.shares[position]]
     if not checks or not checks[-1].held_back(position):
         return 1.0
     steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]

@@ -80,7 +80,7 @@ def test_what_says_nothing_new_changes_nothing() -> None:
     found.add(full(probe(Layout("solo", (0, 0)))))
     assert found.in_stage("solo") == [timed(alone(8))]
     found.add(timed(alone(64)))
-    assert len(found.all_timed()) == 2
+    assert len(found.timed()) == 2
 
 
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
@@ -120,8 +120,8 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
     found = store(*seen)
     assert found.spent_seconds() == 3 + 4 + 5 + 6 + 7 + 8 + 2
     assert found.spent_seconds(until_turn=1) == 3 + 4 + 5 + 6 + 7 + 2
-    assert found.spent_seconds(("solo",)) == 7
-    assert found.spent_seconds(("rest", "split")) == 13
+    assert found.spent_seconds("solo") == 7
+    assert found.spent_seconds("rest", "split") == 13
 
 
 # ---------------------------------------------------------------------- turns
@@ -174,17 +174,17 @@ def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
 def test_a_layout_is_refuted_by_less_on_its_devices_and_by_memory_that_others_hold(
     refuting: Timed | OutOfMemory | Failed, stands: bool
 ) -> None:
-    ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
-    found = store(*ran[SPLIT], refuting)
-    assert (SPLIT in found.still_fit(ran)) == stands
+    ran = timed(probe(SPLIT, "split"))
+    found = store(ran, refuting)
+    assert found.still_fit([ran]) == [ran] * stands
 
 
 def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
-    ran = {SPLIT: [timed(probe(SPLIT, "split"))]}
-    found = store(*ran[SPLIT], failed(alone(8, 1), 1, cause="device"))
-    assert SPLIT in found.still_fit(ran)
+    ran = timed(probe(SPLIT, "split"))
+    found = store(ran, failed(alone(8, 1), 1, cause="device"))
+    assert found.still_fit([ran]) == [ran]
     found.add(failed(alone(8, 1), 1, cause="device"))
-    assert SPLIT not in found.still_fit(ran)
+    assert found.still_fit([ran]) == []
 
 
 def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
@@ -194,11 +194,11 @@ def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
     split = timed(probe(SPLIT, "split"))
     held = store(before, split)
     assert held.memory_limit(0) == 6000
-    assert SPLIT not in held.still_fit({SPLIT: [split]})
+    assert held.still_fit([split]) == []
     assert store(timed(probe(SPLIT, "check", 1)), before, split).memory_limit(0) == 6000
     left = store(timed(probe(SPLIT, "check", 1), short_bytes=(0, 0)), before, split)
     assert left.memory_limit(0) == 10_000
-    assert SPLIT in left.still_fit({SPLIT: [split]})
+    assert left.still_fit([split]) == [split]
 
 
 def test_the_most_that_others_held_counts() -> None:

@@ -82,7 +82,7 @@ def test_packs_leave_time_for_the_winner_s_knobs() -> None:
             started.add(children)
             elapsed = start + seen.probe.seconds
             search.tell(msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=elapsed))
-    assert {layout.knobs for layout in search._seen.timed(["knobs"])} == {(), ("xla",), ("mixed",)}
+    assert {seen.probe.layout.knobs for seen in search._seen.timed("knobs")} == {(), ("xla",), ("mixed",)}
 
 
 def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
@@ -94,7 +94,7 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
     """The best number of plain processes may be another than it was, when the budget is over."""
     search = searched(runs=5, budget=1000.0)
     again = Search(search.problem, search.options)
-    plain = [one for one in search._seen.all_timed() if one.probe.layout.placement != "logical"]
+    plain = [one for one in search._seen.timed() if one.probe.layout.placement != "logical"]
     tried = [Probe(pack_on(solo(1, 0, 256), size, "logical"), "race", 1.0) for size in (2, 3)]
     for seen in [*plain, *ONE.measure(tried)]:
         assert isinstance(seen, Timed)

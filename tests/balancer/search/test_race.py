@@ -122,7 +122,7 @@ def test_devices_that_all_fail_are_the_reason_each_by_name() -> None:
 def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     """Two equal devices with 10 % of noise between probes: more turns would not tell the leading layouts apart."""
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
-    checks = [search._seen.spent_seconds(["check"]) for search in found]
+    checks = [search._seen.spent_seconds("check") for search in found]
     spent = sorted(search._seen.spent_seconds() - after for search, after in zip(found, checks, strict=True))
     assert spent[4] < 90
     assert spent[-1] < 0.95 * 120
