@@ -35,7 +35,7 @@ class Observations:
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
         self._settled: dict[Stage, list[Observation]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # by device: (turn of the race, -1 before; bytes held then)
-        self.gone: set[int] = set()  # devices that are no longer there
+        self.gone: dict[int, str] = {}  # devices that are no longer there, with the message of their loss
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
 
     def add(self, seen: Observation) -> None:
@@ -58,7 +58,7 @@ class Observations:
     def _count_failure(self, seen: Failed) -> None:
         self._failures[seen.probe].append(seen.elapsed_seconds)
         if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
-            self.gone.update(seen.devices)
+            self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _note_others(self, seen: Timed | OutOfMemory) -> None:
         """Note what others hold of each device: the most that was seen, as they may take it again.
@@ -160,7 +160,7 @@ class Observations:
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
         here = (one for one in full if (one.kind, one.active) == (layout.kind, layout.active))
-        if self.gone.intersection(layout.active) or any(is_no_larger(one, layout) for one in here):
+        if self.gone.keys() & layout.active or any(is_no_larger(one, layout) for one in here):
             return False
         return all(self.holds(i, one) for one in self.timed_in(layout) for i in layout.active)
 
@@ -225,13 +225,6 @@ class Observations:
         found = [(one, one.probe.layout) for one in (self.raced(position) if self.in_stage("check") else ())]
         own = [(one, layout) for one, layout in found if layout.traits.together and not layout.traits.sharded]
         return [one for one, layout in own if layout.by_rows and not layout.knobs]
-
-    def why_gone(self, position: int) -> str:
-        """The message that came when the device was lost; empty for one that is there."""
-        if position not in self.gone:
-            return ""
-        fatal = (one for one in self._seen.values() if isinstance(one, Failed) and position in one.devices)
-        return next(one.detail for one in fatal if one.cause == "device")
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:

@@ -219,7 +219,7 @@ class Race:
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
         """The candidates that did not fail in the race and whose devices are all still there."""
-        here = (one for one in self.all if not self.seen.gone.intersection(one.layout.active))
+        here = (one for one in self.all if not self.seen.gone.keys() & one.layout.active)
         return tuple(one for one in here if self.seen.broken(one.layout) is None)
 
     @cached_property

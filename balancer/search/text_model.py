@@ -306,8 +306,8 @@ class TextModel:
         return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 without costs."""
-        if not self.able:
+        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 for unknown costs."""
+        if not set(self.able).issuperset(layout.active):
             return 0.0
         return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), LEAST_RATE)
 

@@ -129,8 +129,8 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a failure in a pair
     is blamed on the pair.
     """
-    if gone := store.why_gone(position):
-        return gone
+    if position in store.gone:
+        return store.gone[position]
     for one in explored:
         if not isinstance(one, Failed) or _blames_passes(position, one):
             continue

@@ -69,6 +69,17 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
     assert search.model.devices[0].memory.failed is not None
 
 
+def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:
+    """Its child had ended for no known reason before, which took longer."""
+    search = Search(PAIR.problem())
+    first, second = search.ask()
+    search.tell(PAIR.measure([first])[0])
+    search.tell(Failed(second, "exit", "exit code 1", (1,), 2.0))
+    search.tell(Failed(second, "device", "GPU:1 is lost", (1,), 1.0))
+    assert search.model.devices[1].lost == "GPU:1 is lost"
+    assert all(probe.layout.active == (0,) for probe in search.ask())
+
+
 @pytest.mark.parametrize("stage", ["race", "check"])
 def test_a_device_that_goes_late_is_left_out_of_the_plan_and_of_its_rivals(stage: str) -> None:
     """Whatever the stage, the others share the batch."""

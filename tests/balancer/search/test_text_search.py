@@ -119,6 +119,15 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
     assert "row 17 has 512 tokens" in (search.why_stopped() or "")
 
 
+def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train() -> None:
+    """It runs out of memory before its cost is known; the others go on."""
+    search, seen = TextMachine((SLOW, FAST), walls=(100_000, 400)).searched(global_batch=64, budget_seconds=120.0)
+    best = search.best()
+    assert any(isinstance(one, OutOfMemory) for one in seen)
+    assert best is not None
+    assert best.layout.active == (0,)
+
+
 def test_one_device_trains_by_cost_too() -> None:
     """Its batch is cut into passes of like length."""
     search, _ = TextMachine((FAST,)).searched(global_batch=32)
