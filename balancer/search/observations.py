@@ -32,6 +32,7 @@ class Observations:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
+        self._by_layout: defaultdict[Layout, dict[Probe, Observation]] = defaultdict(dict)
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
         self._settled: dict[Stage, list[Observation]] = {}
         self._others: dict[int, tuple[int, int]] = {}  # by device: (turn of the race, -1 before; bytes held then)
@@ -53,7 +54,8 @@ class Observations:
             self._note_others(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
-        self._seen[probe] = max(self._seen.get(probe, seen), seen, key=rank_observation)
+        kept = max(self._seen.get(probe, seen), seen, key=rank_observation)
+        self._seen[probe] = self._by_layout[probe.layout][probe] = kept
 
     def _count_failure(self, seen: Failed) -> None:
         self._failures[seen.probe].append(seen.elapsed_seconds)
@@ -100,7 +102,8 @@ class Observations:
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
         """The timed observations of one layout, in some stages or all."""
-        return [one for one in self.timed(*stages) if one.probe.layout == layout]
+        own = self._by_layout.get(layout, {}).values()
+        return [one for one in own if isinstance(one, Timed) and one.probe.stage in (stages or STAGES)]
 
     def timed_race(self) -> list[Timed]:
         """The timed observations of the race whose layouts are one training."""
