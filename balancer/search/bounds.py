@@ -95,7 +95,7 @@ class Bounds:
 
     def quick(self, device: DeviceCurve) -> int:
         """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
-        if self._budget.seconds is None:
+        if math.isinf(self._budget.seconds):
             return device.limit
         ran = self.devices[device.position].memory.ran
         longest = max(self._budget.longest_step(), SAFE_GROWTH * device.curve.seconds(ran))

@@ -55,7 +55,7 @@ class Budget:
         self._problem, self._options, self._seen, self.race_is_over = problem, options, seen, race_is_over
         self._predict_rate = predict_rate
         self._timed = seen.timed()
-        self.seconds = problem.budget_seconds
+        self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
 
     @cached_property
     def spent(self) -> float:
@@ -76,7 +76,7 @@ class Budget:
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
-        if self.seconds is None:
+        if math.isinf(self.seconds):
             return wanted
         left = self._end(stage) - self.spent - reserved - self.start_seconds(layout)
         each = left / (SURPRISE if stage in EXPLORATION else max(1, probes_left)) - self._warm_up(layout, 0.0)
@@ -95,21 +95,17 @@ class Budget:
 
         Usually the probe's own stage; "race", the whole budget, for a probe without which there would be no result.
         """
-        if self.seconds is None:
-            return True
         end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
         return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= end
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
-        if self.seconds is None:
-            return True
         left = self._end("solo") - self.spent
         return seconds + after <= left and seconds <= (EXPLORES / 2 if after else EXPLORES) * left
 
     def growth(self, step_seconds: float) -> float:
         """By how much longer two steps may turn out than predicted: a level curve says nothing of larger batches."""
-        if self.seconds is None or not step_seconds:
+        if not step_seconds:
             return math.inf
         part = EXPLORES if self._problem.devices == 1 or self._seen.in_stage("split") else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
@@ -120,11 +116,12 @@ class Budget:
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
-        return not self.race_is_over if self.seconds is None else seconds <= PRICE * (self.seconds - self.spent)
+        endless = self.race_is_over and math.isinf(self.seconds)
+        return not endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
-        left = math.inf if self.seconds is None else max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
+        left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
         return gain > smallest_gain(self._problem.tolerance) + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS) -> float:
@@ -138,8 +135,6 @@ class Budget:
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """The number of turns of these layouts that still fit the budget; infinite without one."""
-        if self.seconds is None:
-            return float("inf")
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each if each else 0.0
 
@@ -154,7 +149,6 @@ class Budget:
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
 
     def _end(self, stage: Stage) -> float:
-        assert self.seconds is not None
         if self.race_is_over:  # exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
@@ -167,15 +161,12 @@ class Budget:
     def explore_seconds(self) -> float:
         """Exploration's part of the budget."""
         part = EXPLORES if self._options.needs_more_children else LATER_TURNS_END_BY
-        return part * (self.seconds or 0.0)
+        return part * self.seconds
 
     def longest_step(self) -> float:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
-        longest = LONGEST_PROBE_SECONDS
-        if self.seconds is not None:
-            left = EXPLORES * self._left_to_explore
-            longest = min(longest, max(SHORTEST_PROBE_SECONDS, left - self.overhead_seconds))
-        return longest / (FEWEST_STEPS + self.tuning_steps)
+        left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
+        return min(LONGEST_PROBE_SECONDS, left) / (FEWEST_STEPS + self.tuning_steps)
 
     # ------------------------------------------------------------------ what probes cost
 
@@ -216,17 +207,8 @@ class Budget:
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes besides its start and the time that it may measure."""
-        own = self._warm_ups.get(layout)
-        return own if own is not None else self.overhead_seconds + self.tuning_steps * step_seconds
-
-    @cached_property
-    def _warm_ups(self) -> dict[Layout, float]:
-        """The shortest untimed part of a probe, by layout."""
-        found: dict[Layout, float] = {}
-        for seen in self._timed:
-            seconds, layout = _untimed_seconds(seen), seen.probe.layout
-            found[layout] = min(seconds, found.get(layout, seconds))
-        return found
+        own = map(_untimed_seconds, self._seen.timed_in(layout))
+        return min(own, default=self.overhead_seconds + self.tuning_steps * step_seconds)
 
     @cached_property
     def overhead_seconds(self) -> float:

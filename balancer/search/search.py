@@ -172,7 +172,7 @@ class Search:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
             return self.model
-        longest = self._first_budget.longest_step() if self._first_budget.seconds is not None else None
+        longest = self._first_budget.longest_step() if self.problem.budget_seconds is not None else None
         return TextDevices(self.problem, self._seen, self.model.live, longest)
 
     @cached_property
