@@ -14,13 +14,13 @@ from evener.shares.curves import Curve
 
 from .evidence import CLEAR
 from .memory import BLIND_GROWTH
-from .step_time import LEVEL, Point, make_rising, merge_points, read_stairs
+from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """The fastest curve that the points allow; the fitted one where that explains them."""
     found = merge_points(points)
-    if curve.simple and len(curve.batches) > 2 and (stairs := read_stairs(points)):
+    if curve.simple and len(curve.batches) > 2 and (stairs := fit_stairs(tuple(points))):
         return stairs.curve(BLIND_GROWTH * found[-1].batch, curve.error)
     if len(found) < 3 or (curve.simple and not curve.flat and not bend_is_open(found, curve)):
         return curve

@@ -60,23 +60,6 @@ class Point(msgspec.Struct, frozen=True):
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
-class Hinge(msgspec.Struct, frozen=True):
-    """seconds(b) = max(flat, fixed + slope * b)."""
-
-    fixed: float
-    slope: float
-    flat: float = 0.0
-
-    def seconds(self, batch: float) -> float:
-        """Predicted step time."""
-        return max(self.flat, self.fixed + self.slope * batch)
-
-    @property
-    def knee(self) -> float:
-        """The batch up to which it is flat; 0 if it never is."""
-        return max(0.0, (self.flat - self.fixed) / self.slope) if self.slope > 0 else 0.0
-
-
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
     """The curve that explains the points; None without any. `among` devices share a step: see `Stairs.curve`."""
     return _fit_points(tuple(points), among)
@@ -90,16 +73,17 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     if len(merged) == 1:  # fewer rows may take as long (flat, then linear), more at most in proportion
         (one,) = merged
         return Curve((0.0, float(one.batch)), (one.seconds, one.seconds), one.seconds / one.batch, True, one.error)
-    hinge, worst = _simplest(merged)
-    simple = worst <= LINE_ERRORS
-    if not simple and (stairs := read_stairs(found)):
-        return stairs.curve(merged[-1].batch, _typical_error(merged), among)
-    return _broken_line(hinge, merged, [] if simple else _bends(merged, hinge), simple)
-
-
-def read_stairs(points: Iterable[Point]) -> Stairs | None:
-    """The stairs that explain the points; None if none do."""
-    return fit_stairs(tuple(merge_points(points, 0.0)))
+    line, worst = _simplest(merged)
+    error = median(p.error for p in merged)  # a rough point says nothing of the others
+    if worst <= LINE_ERRORS:
+        return msgspec.structs.replace(line, error=error)
+    if stairs := fit_stairs(found):
+        return stairs.curve(merged[-1].batch, error, among)
+    bends = _bends(merged, line)
+    if not bends:
+        return msgspec.structs.replace(line, simple=False, error=error)
+    times = make_rising([line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)])
+    return Curve((0.0, *(float(batch) for batch, _ in bends)), tuple(times), line.slope * bends[-1][1], False, error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
@@ -129,14 +113,9 @@ def _average(group: Sequence[Point]) -> Point:
     return Point(batch, rate * batch, 1 / math.sqrt(total))
 
 
-def _typical_error(points: Sequence[Point]) -> float:
-    """The relative standard error of a typical point: a rough one says nothing of the others."""
-    return median(p.error for p in points)
-
-
-def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
+def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
     """A straight line if it fits, else flat-then-straight; and its worst residual, in errors."""
-    line = Hinge(*rising_line(_weighted(points)))
+    line = _line(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
@@ -144,26 +123,34 @@ def _simplest(points: Sequence[Point]) -> tuple[Hinge, float]:
     return min(((h, _worst_residual(points, h)) for h in (line, *hinges)), key=lambda pair: pair[1])
 
 
-def _hinge(points: Sequence[Point], cut: int) -> Hinge:
+def _hinge(points: Sequence[Point], cut: int) -> Curve:
     """Flat through the points before `cut`, straight through the rest."""
     before, rest = points[:cut], points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
-        return Hinge(*rising_line(_weighted(rest), intercept_not_negative=False), level)
+        return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
     left = points[cut - 1]  # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
-    return Hinge(level - slope * left.batch, slope, level)
+    return _line(level - slope * left.batch, slope, level)
+
+
+def _line(fixed: float, slope: float, flat: float = 0.0) -> Curve:
+    """max(flat, fixed + slope * b) seconds: level up to the knee if that lies above 0, and straight."""
+    if slope > 0 and flat > fixed:
+        return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
+    begin = max(flat, fixed)
+    return Curve((0.0, 1.0), (begin, begin + slope), slope)
 
 
 def _weighted(points: Sequence[Point]) -> list[tuple[float, float, float]]:
     return [(p.batch, p.seconds, p.weight / p.seconds**2) for p in points]
 
 
-def _worst_residual(points: Sequence[Point], line: Hinge) -> float:
+def _worst_residual(points: Sequence[Point], line: Curve) -> float:
     return max(abs(line.seconds(p.batch) / p.seconds - 1) / p.sure_error for p in points)
 
 
-def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
+def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
     """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise explains."""
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -173,33 +160,9 @@ def _bends(points: Sequence[Point], line: Hinge) -> list[tuple[int, float]]:
     return [(p.batch, 1 + r * spread / (spread + p.sure_error**2)) for p, r in zip(points, residuals, strict=True)]
 
 
-def _broken_line(line: Hinge, points: Sequence[Point], bends: Sequence[tuple[int, float]], simple: bool) -> Curve:
-    """Knots of the line and its bends, made rising; before the first bend and after the last its factor holds."""
-    batches = {0.0, *(float(batch) for batch, _ in bends)}
-    if line.knee > 0 and not bends:  # a knee that the points contradict would hide how time rises between two
-        batches.add(line.knee)
-    knots = sorted(batches)
-    steps = [line.flat if 0 < batch <= line.knee else line.seconds(batch) for batch in knots]
-    times = make_rising([step * _bend_factor(bends, batch) for step, batch in zip(steps, knots, strict=True)])
-    slope = line.slope * (bends[-1][1] if bends else 1.0)
-    if not bends and len(knots) == 1:
-        knots, times = [0.0, 1.0], [times[0], max(times[0], line.seconds(1.0))]
-    return Curve(tuple(knots), tuple(times), slope, simple, _typical_error(points))
-
-
 def make_rising(times: Sequence[float]) -> list[float]:
     """The seconds at rising batches, none above those at a larger one (kernel_down, tol_jagged) or below 0."""
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
-
-
-def _bend_factor(bends: Sequence[tuple[int, float]], batch: float) -> float:
-    if not bends:
-        return 1.0
-    i = bisect_left(bends, batch, key=lambda bend: bend[0])
-    if i == 0:
-        return bends[0][1]
-    (b0, f0), (b1, f1) = bends[i - 1], bends[i]
-    return f0 + (f1 - f0) * (batch - b0) / (b1 - b0)
 
 
 def rising_line(samples: Sequence[Sample], intercept_not_negative: bool = True) -> tuple[float, float]:
@@ -272,8 +235,9 @@ class Stairs(msgspec.Struct, frozen=True):
 
 
 @lru_cache(CURVES_KEPT)
-def fit_stairs(points: tuple[Point, ...]) -> Stairs | None:
-    """The highest stairs that explain points in rising batch; None if none do, or the points are too few to tell."""
+def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
+    """The highest stairs that explain the points; None if none do, or the points are too few to tell."""
+    points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
     low, high = points[0].seconds, points[-1].seconds

@@ -239,5 +239,5 @@ def test_of_several_ratios_the_surest_decides() -> None:
 
 def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
     """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a quarter of each bend."""
-    bends = step_time._bends([Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time.Hinge(0.0, 1.0))
+    bends = step_time._bends([Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._line(0.0, 1.0))
     assert bends == [(10, pytest.approx(1.15)), (20, pytest.approx(0.85))]
