@@ -48,7 +48,7 @@ layouts of the race only if packs, placements or other knobs ran.
 Reading order: `search` (ask, tell, best, why_stopped, and what follows from the observations), `rows` and
 `texts` (what to explore, which layouts are worth a race), `solo_stage`, `split_stage`, `race`, `ranking`
 (what to measure next, and who won), `predictions` and `evener.shares.waterfill` (which layouts are worth it),
-`observations` (the evidence), `machine_model`, `bounds` and `model/` (curves, memory and exchange from noisy points),
+`observations` (the evidence), `machine_model`, `device_model`, `model/` (curves, memory, exchange of noisy points),
 `budget`, `decisions` (the same in words).
 
 Sources: functional performance models, Lastovetsky and Reddy (HeteroPar 2009): measure near the solution and solve

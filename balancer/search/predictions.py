@@ -5,7 +5,7 @@ Of a cluster's hosts some may be left out of a step, as exchange across hosts co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from evener.shares import waterfill
@@ -27,24 +27,22 @@ class Predictions(MachineModel):
 
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
-        shares = [0] * self.problem.devices
-        for i, share in wanted.shares:
-            shares[i] = share
-        return self.lay_out(tuple(shares))
+        shares = dict(wanted.shares)
+        return self.lay_out(tuple(shares.get(i, 0) for i in range(self.problem.devices)))
 
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
         """The fastest split over some of these devices or one of them alone, by their curves; None if none holds it.
 
         Curves may be of passes (`PassCurve`).
         """
-        batch, limit = self.problem.global_batch, self.problem.max_global_batch
-        found = [self._split(devices) if len(devices) > 1 else None]
-        for one in devices:
-            if batch is None:
-                found.append(waterfill.single_best(one, self.quantum, limit))
-            elif batch <= one.limit:
-                found.append(Allocation(((one.position, batch),), one.curve.seconds(batch)))
-        return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)
+        return fastest([self._split(devices), *map(self._best_alone, devices)])
+
+    def _best_alone(self, device: DeviceCurve) -> Allocation | None:
+        """The fixed batch on a device alone, else its best one; None if it doesn't fit."""
+        batch = self.problem.global_batch
+        if batch is None:
+            return waterfill.single_best(device, self.quantum, self.problem.max_global_batch)
+        return Allocation(((device.position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
@@ -65,9 +63,9 @@ class Predictions(MachineModel):
 
     def rate_of(self, batch: int) -> float:
         """The samples/s of the fastest layout of this batch in one pass; 0 if nothing is known to hold it."""
-        split, walls = self._split(self._reachable, batch), self.walls
-        alone = [curve for i in self.live if (curve := self.alone[i]) and batch <= walls[i]]
-        return max([split.samples_per_second if split else 0.0, *(batch / curve.seconds(batch) for curve in alone)])
+        split, live = self._split(self._reachable, batch), [self.devices[i] for i in self.live]
+        alone = [batch / one.alone.seconds(batch) for one in live if one.alone and batch <= one.wall]
+        return max([split.samples_per_second if split else 0.0, *alone])
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
         batch, limit, quantum = of or self.problem.global_batch, self.problem.max_global_batch, self.quantum
@@ -87,8 +85,10 @@ class Predictions(MachineModel):
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
-        limits = ((d, self.reachable(d)) for d in self.split_curves)
-        return tuple(DeviceCurve(d.position, d.curve, limit) for d, limit in limits)
+        return tuple(
+            DeviceCurve(one.position, one.curve, self.devices[one.position].reachable(one.curve, one.limit))
+            for one in self.split_curves
+        )
 
     # ------------------------------------------------------------------ passes
 
@@ -98,22 +98,21 @@ class Predictions(MachineModel):
         A free batch has none: it would grow without end.
         """
         one = self.one_pass_split
-        if not any(self.pass_rows):
+        if not any(one.pass_rows for one in self.devices):
             return None
         if one is not None and all(
             device.curve.largest(one.seconds, device.limit, self.quantum) < device.limit for device in self._reachable
         ):
             return None
-        most = self.asked_in_passes
-        return self._split([self.in_passes(device, most) for device in self._reachable])
+        found = ((self.devices[one.position], one) for one in self._reachable)
+        return self._split([device.in_passes(one, device.asked_in_passes) for device, one in found])
 
     # ------------------------------------------------------------------ one device
 
     @cached_property
     def fastest_single(self) -> Allocation | None:
         """The single device of most samples/s, at its best batch."""
-        found = [one for one in map(self.single, self.live) if one]
-        return max(found, key=lambda one: one.samples_per_second, default=None)
+        return fastest(map(self.single, self.live))
 
     @cached_property
     def best_single_rate(self) -> float:
@@ -125,14 +124,13 @@ class Predictions(MachineModel):
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""
-        curve, limit, batch = self.alone[position], self.one_pass[position], self.problem.global_batch
-        if curve is None or not limit or self.problem.all_together:
+        device = self.devices[position]
+        if device.alone is None or not device.one_pass or self.problem.all_together:
             return None
-        if batch is not None:
-            device = self.in_passes(DeviceCurve(position, curve, limit), batch)
-            return Allocation(((position, batch),), device.curve.seconds(batch)) if batch <= device.limit else None
-        reach = self.reachable(DeviceCurve(position, curve, limit))
-        return waterfill.single_best(DeviceCurve(position, curve, reach), self.quantum, self.problem.max_global_batch)
+        if batch := self.problem.global_batch:
+            return self._best_alone(device.in_passes(DeviceCurve(position, device.alone, device.one_pass), batch))
+        reach = device.reachable(device.alone, device.one_pass)
+        return self._best_alone(DeviceCurve(position, device.alone, reach))
 
     def within(self, part: float) -> Allocation | None:
         """The smallest global batch predicted to be within this part of the tolerance; None for a fixed batch."""
@@ -146,8 +144,7 @@ class Predictions(MachineModel):
         costs = self.exchange.on(len(hosts))
         found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit, self._fewest) if near else None]
         for device in () if problem.all_together else self.split_curves:
-            alone = self.alone[device.position]
-            if alone:
+            if alone := self.devices[device.position].alone:
                 single = DeviceCurve(device.position, alone, device.limit)
                 found.append(waterfill.single_reaching(single, rate, quantum, limit))
         return min((one for one in found if one), key=lambda one: (one.global_batch, one.seconds), default=None)
@@ -178,4 +175,9 @@ def split_over_hosts(
         for position, share in found[-1].shares if found[-1] else ():
             done[hosts[position]] += share
         chosen.remove(min(chosen, key=lambda host: done[host]))
+    return fastest(found)
+
+
+def fastest(found: Iterable[Allocation | None]) -> Allocation | None:
+    """The allocation of most samples/s; None of none."""
     return max((one for one in found if one), key=lambda one: one.samples_per_second, default=None)

@@ -55,27 +55,28 @@ class RowDevices(Predictions):
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share; None if none of them ran alone."""
-        curves = [(self.alone[i], layout.shares[i]) for i in layout.active]
+        curves = [(self.devices[i].alone, layout.shares[i]) for i in layout.active]
         return max((curve.seconds(share) for curve, share in curves if curve), default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other layouts."""
         found = list(NO_CURVE * len(layout.shares))
         for i in layout.active if layout.traits.together else ():
-            if (curve := self.in_splits[i]) is not None:
-                most = min(self.safe[i], self.pass_rows[i] or layout.global_batch, layout.global_batch)
+            device = self.devices[i]
+            if (curve := device.in_splits) is not None:
+                most = min(device.safe, device.pass_rows or layout.global_batch, layout.global_batch)
                 found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
         return tuple(found)
 
     def sketch(self, position: int) -> CurveSketch:
         """A device's curve, to be drawn."""
-        device, curve = self.devices[position], self.alone[position]
-        largest = self.walls[position] or device.memory.ran or None
+        device, curve = self.devices[position], self.devices[position].alone
+        largest = device.wall or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
         if curve and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
             points = tuple((size, curve.seconds(size)) for size in sizes)
-        seen = tuple((p.batch, p.seconds) for p in device.alone)
+        seen = tuple((p.batch, p.seconds) for p in device.evidence.alone)
         return CurveSketch(position, points, seen, largest, device.memory.failed)
 
     # ------------------------------------------------------------------ one device
@@ -191,9 +192,8 @@ class RowDevices(Predictions):
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
         """The even split over all live devices; with `scaling` also over 2, 4, ... of the fastest."""
-        live, devices = self.live, self.devices
-        order = sorted(live, key=lambda i: -max((p.batch / p.seconds for p in devices[i].alone), default=0))
-        counts = device_counts(len(live)) if scaling else (len(live),)
+        order = sorted(self.live, key=lambda i: -self.devices[i].evidence.best_rate)
+        counts = device_counts(len(order)) if scaling else (len(order),)
         found = [self._even(tuple(sorted(order[:count])), splits, scaling) for count in counts if count > 1]
         return [layout for layout in found if layout is not None]
 
@@ -206,7 +206,7 @@ class RowDevices(Predictions):
         count, quantum, fixed = len(positions), self.quantum, self.problem.global_batch
         batch = max((fixed or self._even_batch(positions, splits)) // quantum, count) * quantum
         even = split_evenly(self.problem.devices, positions, batch, quantum)
-        safe = min(self.safe[i] for i in positions)
+        safe = min(self.devices[i].safe for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
         layout = self.lay_out_safely(even.shares) if fixed else None

@@ -180,7 +180,7 @@ class Search:
         """A sharded training; None where the workload has none, or each device holds the model and nobody asks."""
         problem = self.problem
         full = any(
-            not one.lost and one.out_of_use(problem.multiple_of) and self._seen.memory_limit(i) == limit
+            not one.lost and one.out_of_use and self._seen.memory_limit(i) == limit
             for i, (one, limit) in enumerate(zip(self.model.devices, problem.memory_bytes, strict=True))
         )
         asked = any(family.traits.sharded for family in self.options.wanted)

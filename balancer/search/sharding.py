@@ -99,12 +99,11 @@ class Sharding:
         state, memory = self._problem.state, device.memory
         if not device.alone or state is None:
             return None
-        rate = max(point.batch / point.seconds for point in device.alone)
         if not memory.points:
-            return Need(state.gathered_bytes, 0.0, rate)
+            return Need(state.gathered_bytes, 0.0, device.best_rate)
         batch, used = memory.points[-1]
         base = min(used, state.gathered_bytes) if memory.line is None else memory.line[0]
-        return Need(base, max(0.0, used - base) / batch, rate)
+        return Need(base, max(0.0, used - base) / batch, device.best_rate)
 
     # ------------------------------------------------------------------ rows, as in a training of whole models
 

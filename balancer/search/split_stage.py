@@ -100,7 +100,7 @@ class SplitStage:
         """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
         if self._budget.race_is_over:
             return max(LEAST_GAIN, self._problem.tolerance)
-        walled = any(share >= self._model.walls[i] for i, share in wanted.shares)
+        walled = any(share >= self._model.devices[i].wall for i, share in wanted.shares)
         return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
@@ -133,7 +133,7 @@ class SplitStage:
 
     def _was_at_rest(self, position: int) -> bool:
         """Whether a device, or one like it, was measured while the others were idle."""
-        alike = self._model.group_of(position)
+        alike = next(group for group in self._model.groups if position in group)
         return any(seen.probe.layout.active[0] in alike for seen in self._seen.in_stage("rest"))
 
     def _may_win(self, wanted: Allocation) -> bool:

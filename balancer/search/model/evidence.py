@@ -42,6 +42,16 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         """True if the device failed for good, or ran out of memory at the smallest share."""
         return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
 
+    @property
+    def best_rate(self) -> float:
+        """The most samples/s that it did alone."""
+        return max((point.batch / point.seconds for point in self.alone), default=0.0)
+
+    def solo_points(self, devices: int) -> tuple[Point, ...]:
+        """The points alone, and those at rest or in splits beyond them; of one device left all (knee)."""
+        known = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
+        return (*self.alone, *(p for p in (*self.at_rest, *self.in_splits) if p.batch > known))
+
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
     """A device's evidence, read from the observations of exploration."""

@@ -148,12 +148,12 @@ def test_many_hosts_of_8_unequal_gpus(hosts: int, network: Sync, batch: int | No
 
 def test_exchange_within_a_host_and_across_hosts_is_learnt_apart() -> None:
     nothing = fit_exchange_costs([], 4, 2)
-    assert nothing.seconds(4, 2) == 0.0
+    assert nothing.on(2)[4] == 0.0
     across = fit_exchange_costs([(4, 2, 0.1, 0.001)], 4, 2)
-    assert (across.within[4], across.seconds(4, 2)) == (0.0, pytest.approx(0.1))
+    assert (across.within[4], across.on(2)[4]) == (0.0, pytest.approx(0.1))
     both = fit_exchange_costs([(4, 2, 0.1, 0.001), (2, 1, 0.01, 0.001)], 4, 2)
-    assert both.seconds(2, 1) == pytest.approx(0.01)
-    assert both.seconds(4, 2) == pytest.approx(0.1)
+    assert both.on(1)[2] == pytest.approx(0.01)
+    assert both.on(2)[4] == pytest.approx(0.1)
     assert both.on(2)[:3] == (0.0, 0.0, pytest.approx(0.1))
     assert both.on(1) == both.within
 

@@ -41,10 +41,10 @@ def read(problem: Problem, seen: Observations) -> Predictions:
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
-    assert model().asked > 10**8
-    assert model(largest_share=500, multiple_of=8).asked == 496
-    assert model(max_global_batch=300, largest_share=500).asked == 300
-    assert model(global_batch=600, largest_share=500).asked == 500
+    assert model().devices[0].asked > 10**8
+    assert model(largest_share=500, multiple_of=8).devices[0].asked == 496
+    assert model(max_global_batch=300, largest_share=500).devices[0].asked == 300
+    assert model(global_batch=600, largest_share=500).devices[0].asked == 500
 
 
 def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
@@ -60,12 +60,13 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
     """1500 rows make 98 % of the samples/s of 2000, which a pass saves the cost of; a full device has no passes."""
     larger: tuple[tuple[Layout, Stage], ...] = ((solo(2, 0, 1500), "solo"), (solo(2, 1, 1500), "solo"))
     found = model(*SOLOS, *larger, global_batch=6000)
-    assert found.pass_rows == found.walls
-    assert min(found.walls) > 1900
+    assert [one.pass_rows for one in found.devices] == [one.wall for one in found.devices]
+    assert min(one.wall for one in found.devices) > 1900
     full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
-    assert model(*SOLOS, extra=(full,), global_batch=6000).pass_rows[1] == 0
+    assert model(*SOLOS, extra=(full,), global_batch=6000).devices[1].pass_rows == 0
     falling = Bench(((0, 0, 0, 2000),) * 2, curves=(((0, 10), (500, 60), (2000, 400)),) * 2)
-    assert model(*SOLOS, *larger, bench=falling, global_batch=6000).pass_rows == (500, 500)
+    fewer = model(*SOLOS, *larger, bench=falling, global_batch=6000)
+    assert [one.pass_rows for one in fewer.devices] == [500, 500]
 
 
 def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
@@ -106,8 +107,8 @@ def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last()
     seen = (*three.measure(probes[:1]), *two.measure(probes[1:]))
     for order in (seen, seen[::-1]):
         found = model(*((solo(3, i, 300), "solo") for i in range(3)), extra=order, bench=three)
-        assert found.sync_seconds == found.exchange.seconds(3, 1)
-        assert found.sync_seconds != found.exchange.seconds(2, 1)
+        assert found.sync_seconds == found.exchange.on(1)[3]
+        assert found.sync_seconds != found.exchange.on(1)[2]
 
 
 def test_what_safely_fits_ran_or_is_little_more() -> None:

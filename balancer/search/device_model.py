@@ -1,0 +1,230 @@
+"""A device by the observations: the seconds that its rows take, and the most rows that it may compute at once.
+
+Each bound is a multiple of the quantum, and within the ones above it; 0 leaves the device out.
+
+    asked       the request: largest share, fixed global batch, largest global batch
+    largest     by memory: the next guess, where the memory line ends or between what ran and what failed
+    wall        the same in splits, which go no farther than what ran where bytes are unknown
+    safe        what ran, or a little more if memory is far from full
+    quick       beyond it a step takes too long
+    reachable   a multiple of what ran: as far as a curve is trusted; a fixed batch goes beyond it where it has to
+    one_pass    the wall, or less where two smaller passes are faster
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+
+from evener.shares.curves import Curve, PassCurve, step_in_passes
+from evener.shares.waterfill import DeviceCurve, single_best
+
+from ..types import Layout, Problem
+from .budget import Budget
+from .model.evidence import CLEAR, DeviceEvidence
+from .model.hope import bend_is_open, hopeful_curve
+from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
+from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
+
+STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
+
+
+class DeviceModel:
+    """One device by one set of observations, with its bounds; each value is computed when it is first asked for.
+
+    Indistinguishable devices share their curves.
+    """
+
+    def __init__(
+        self,
+        position: int,
+        problem: Problem,
+        budget: Budget,
+        evidence: DeviceEvidence,
+        group: Sequence[DeviceEvidence],
+        live: Sequence[int],
+    ) -> None:
+        """`group` are all that are indistinguishable from it, itself among them; `live` are the devices in use."""
+        self.position, self.evidence, self.memory, self.lost = position, evidence, evidence.memory, evidence.lost
+        self.quantum, self.out_of_use = problem.multiple_of, position not in live
+        self._problem, self._budget, self._group, self._among = problem, budget, group, len(live)
+
+    # ------------------------------------------------------------------ time
+
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """The device's points alone, and those at rest or in splits that lie beyond them."""
+        return self.evidence.solo_points(self._among)
+
+    @cached_property
+    def group_points(self) -> tuple[Point, ...]:
+        """The points of all devices of its group."""
+        return tuple(point for one in self._group for point in one.solo_points(self._among))
+
+    @cached_property
+    def alone(self) -> Curve | None:
+        """The curve as its own process, while the others work too."""
+        return fit_curve(self.group_points, self._among)
+
+    @cached_property
+    def in_splits(self) -> Curve | None:
+        """The curve within a split, by its own part of splits too."""
+        points = (dict.fromkeys((*one.solo_points(self._among), *one.in_splits)) for one in self._group)
+        return fit_curve((point for own in points for point in own), self._among)
+
+    @cached_property
+    def hope(self) -> Curve | None:
+        """The curve as fast as it may be."""
+        return hopeful_curve(self.group_points, self.alone) if self.alone else None
+
+    def seconds(self, layout: Layout, curve: Curve) -> float:
+        """The seconds of its share of a layout."""
+        return step_in_passes(curve, layout.shares[self.position], layout.passes(self.position), self.extra_seconds)
+
+    # ------------------------------------------------------------------ as asked for, by memory, by what ran
+
+    @cached_property
+    def asked(self) -> int:
+        """The most rows that the request lets it have."""
+        problem = self._problem
+        return self._least(problem.largest_share, problem.global_batch, problem.max_global_batch)
+
+    @cached_property
+    def asked_in_passes(self) -> int:
+        """The most rows that the request lets it have in several passes; of a fixed batch, all."""
+        return self._least(self._problem.global_batch or self._problem.largest_share, self._problem.max_global_batch)
+
+    def _least(self, *limits: int | None) -> int:
+        given = (limit for limit in limits if limit is not None)
+        return min(given, default=UNBOUNDED) // self.quantum * self.quantum
+
+    @cached_property
+    def wall(self) -> int:
+        """The largest share that is worth trying in a split, by memory; 0 for a lost device."""
+        bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
+        return 0 if self.out_of_use else self.memory.largest_in_split(self.asked, self.quantum, bold)
+
+    @cached_property
+    def safe(self) -> int:
+        """The largest share that surely fits at once."""
+        return self.memory.largest_safe(self.asked, self.quantum)
+
+    # ------------------------------------------------------------------ by time, and by what ran
+
+    @cached_property
+    def far(self) -> int:
+        """The largest batch that the next round alone may measure, by its stride."""
+        if self.alone is None:
+            return 0
+        growth = self._growth(self.alone)
+        stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
+        return min(self.farthest, self.memory.largest_to_try(self.asked, self.quantum), self._times_what_ran(stride))
+
+    @cached_property
+    def farthest(self) -> int:
+        """The largest batch that any round alone may measure: by memory and by time."""
+        if self.alone is None or not self.memory.ran:
+            return 0
+        return self._quick(self.alone, self.memory.largest_to_try(self.asked, self.quantum, hoped=True))
+
+    def reachable(self, curve: Curve | PassCurve, limit: int) -> int:
+        """The largest batch, of a free one quick enough, that is near to what ran, so that the curve can be trusted."""
+        most = self._quick(curve, limit) if self._problem.global_batch is None else limit
+        growth = min(BLIND_GROWTH, self._growth(curve))
+        return min(most, self._times_what_ran(growth)) if self.memory.ran else most
+
+    def _times_what_ran(self, growth: float) -> int:
+        return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
+
+    def _growth(self, curve: Curve | PassCurve) -> float:
+        """By how much a batch may exceed what ran: where time doesn't rise yet, by no more than there is time for.
+
+        Level curves hide where it begins to rise, and a step may take longer in proportion (knee, slow_start).
+        """
+        smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
+        first, last = curve.seconds(smallest), curve.seconds(self.memory.ran)
+        rises = last > (1 + LEVEL + CLEAR * curve.error) * first
+        return math.inf if rises else self._budget.growth(last)
+
+    def _quick(self, curve: Curve | PassCurve, limit: int) -> int:
+        """The limit, reduced so that no step takes longer than is allowed, but not below the largest that ran."""
+        if math.isinf(self._budget.seconds):
+            return limit
+        longest = max(self._budget.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.ran))
+        quick = curve.largest(longest, limit, self.quantum)
+        return max(self.quantum, min(limit, max(self.memory.ran, quick)))
+
+    # ------------------------------------------------------------------ passes
+
+    @property
+    def _divides(self) -> bool:
+        """True if it may take its share of a fixed batch in passes."""
+        return self._problem.micro and self._problem.global_batch is not None and not self.evidence.undivided
+
+    @cached_property
+    def pass_rows(self) -> int:
+        """The most rows of each of several passes: those within reach, or fewer that were faster; 0: no passes."""
+        if not self._divides or self.alone is None:
+            return 0
+        curve, rows, points = self.alone, self.reachable(self.alone, self.wall), merge_points(self.group_points)
+        fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
+        if curve.simple and not bend_is_open(points, curve) and self.quantum <= curve.batches[-1] <= rows:
+            fewer.setdefault(int(curve.batches[-1]), curve.times[-1])
+        best = max(fewer, key=lambda batch: batch / fewer[batch], default=rows)
+        gains = best in fewer and best / fewer[best] > (1 + LEVEL) * rows / curve.seconds(rows)
+        return best // self.quantum * self.quantum if gains else rows
+
+    @cached_property
+    def one_pass(self) -> int:
+        """The largest share in one pass: what fits, or less where two smaller passes are faster."""
+        wall, rows, curve = self.wall, self.pass_rows, self.in_splits
+        if not rows or rows >= wall or curve is None:
+            return wall
+        return most_in_one(curve, rows, wall, self.extra_seconds) // self.quantum * self.quantum
+
+    @cached_property
+    def extra_seconds(self) -> float:
+        """The seconds of each further pass beyond a step of its rows; 0 before any ran.
+
+        Measured by its own part of splits, otherwise alone.
+        """
+        split = [point for one in self._group for point in one.split_in_passes]
+        alone = [point for one in self._group for point in one.alone_in_passes]
+        for points, curve in ((split, self.in_splits), (alone, self.alone)):
+            if points and curve and self.pass_rows:
+                return fit_extra(points, curve, self.pass_rows)
+        return 0.0
+
+    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
+        """The device with a curve and a limit, as it may take more than fits at once."""
+        curve, rows = device.curve, min(self.pass_rows, device.limit)
+        if not rows or not isinstance(curve, Curve):
+            return device
+        fits = max(rows, min(device.limit, self.wall))
+        passes = PassCurve(curve, device.limit, rows, self.extra_seconds, fits)
+        return DeviceCurve(self.position, passes, max(device.limit, largest_share))
+
+    def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
+        """The device with a curve and a limit, as it may take a fixed batch in the passes that it does best."""
+        device, most, extra = DeviceCurve(self.position, curve, limit), self.asked_in_passes, self.extra_seconds
+        best = single_best(device, self.quantum) if self._divides else None
+        if best is None or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= most:
+            return device
+        return DeviceCurve(self.position, PassCurve(curve, wall, best.global_batch, extra, wall), most)
+
+    def cut(self, share: int, surely: bool) -> int:
+        """The rows of each pass of a share: all where that fits at once, or `surely` does, or passes can't be taken."""
+        wall, fits, rows = (self.safe,) * 3 if surely else (self.one_pass, self.wall, self.pass_rows)
+        rows = min(rows, self.pass_rows)
+        if not rows or share <= wall or self.alone is None:
+            return share
+        return -(-share // PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share))
+
+
+def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
+    """The largest share, from the best rows of a pass to a limit, that two passes don't train faster than one."""
+    shares = range(rows, max(rows, limit))
+    faster = bisect_left(shares, True, key=lambda share: curve.seconds(share) > step_in_passes(curve, share, 2, extra))
+    return shares[faster] if faster < len(shares) else max(rows, limit)
