@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import combinations
 from statistics import fmean
 
 import msgspec
@@ -45,9 +44,8 @@ class StepCost(msgspec.Struct, frozen=True):
 
     def slowed(self, factor: float) -> StepCost:
         """The cost of a device that is slower by this factor."""
-        cost = self.cost
-        slower = Cost(cost.fixed_s * factor, cost.per_token_s * factor, cost.per_token_length_s * factor)
-        return StepCost(self.step_s * factor, slower)
+        slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
+        return StepCost(factor * self.step_s, slower)
 
 
 def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
@@ -59,74 +57,56 @@ def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
     found = list(points)
     if len(found) < len(Cost.__struct_fields__):
         return None
-    fits = [_fit(found, steps) for steps in (0.0, 1.0)]
-    best = fits[1] if _misfit(fits[1], found) < _misfit(fits[0], found) - CLEAR**2 else fits[0]
-    return best if best.cost.is_valid() else None
+    works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in found]
+    seconds, errors = [one.seconds for one in found], [one.error * one.seconds for one in found]
+    rates, missed = fit_rates([(0.0, *work) for work in works], seconds, errors)
+    with_steps, less = fit_rates([(1.0, *work) for work in works], seconds, errors)
+    step_s, *of_passes = with_steps if less < missed - CLEAR**2 else rates
+    cost = Cost(*of_passes)
+    return StepCost(step_s, cost) if cost.is_valid() else None
 
 
-def _fit(points: Sequence[WorkPoint], steps: float) -> StepCost:
-    rows = [(steps, one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
-    errors = [one.error * one.seconds for one in points]
-    step_s, *rates = fit_rates(rows, [one.seconds for one in points], errors)
-    return StepCost(step_s, Cost(*rates))
+def fit_rates(
+    rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
+) -> tuple[tuple[float, ...], float]:
+    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its value; what they miss.
 
-
-def _misfit(cost: StepCost, points: Sequence[WorkPoint]) -> float:
-    """The sum of squared errors, each in its standard error."""
-    return sum(((cost.seconds(one.work) / one.seconds - 1) / one.error) ** 2 for one in points)
-
-
-def fit_rates(rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]) -> tuple[float, ...]:
-    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its value.
-
-    Exact, by trying each set of rates that may be above 0. `errors` are standard errors of the values. Amounts that the
-    rows can't tell apart get one of the rates alone.
+    Distances count in standard errors of the values, squared and summed. Amounts that the rows can't tell apart get one
+    of the rates alone.
     """
-    scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
-    wanted = [value / error for value, error in zip(values, errors, strict=True)]
+    scaled = ([amount / error for amount in row] for row, error in zip(rows, errors, strict=True))
     columns = [list(column) for column in zip(*scaled, strict=True)]
-    used = [i for i, column in enumerate(columns) if any(column)]
-    best, least = (0.0,) * len(columns), math.fsum(value * value for value in wanted)
-    for size in range(1, len(used) + 1):
-        for chosen in combinations(used, size):
-            rates = _solve([columns[i] for i in chosen], wanted)
-            if rates is None or min(rates) < 0:
-                continue
-            missed = _distance([columns[i] for i in chosen], rates, wanted)
-            if missed < least * (1 - ROUNDING):
-                least, by_column = missed, dict(zip(chosen, rates, strict=True))
-                best = tuple(by_column.get(i, 0.0) for i in range(len(columns)))
-    return best
+    sizes = [math.hypot(*column) or 1.0 for column in columns]
+    units = [[amount / size for amount in column] for column, size in zip(columns, sizes, strict=True)]
+    rates, missed = _nearest(units, [value / error for value, error in zip(values, errors, strict=True)])
+    return tuple(rate / size for rate, size in zip(rates, sizes, strict=True)), missed
+
+
+def _nearest(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """The rates of columns that are 1 long, and the square of what they miss: the better of two smaller problems.
+
+    The last column is left out, or what it explains is taken out of all others (Gram and Schmidt).
+    """
+    if not columns:
+        return (), _dot(wanted, wanted)
+    *others, last = columns
+    without, missed = _nearest(others, wanted)
+    square = _dot(last, last)
+    if square > ROUNDING**2:
+
+        def residual(values: Sequence[float]) -> list[float]:
+            part = _dot(last, values) / square
+            return [value - part * each for value, each in zip(values, last, strict=True)]
+
+        rates, less = _nearest(list(map(residual, others)), residual(wanted))
+        own = (_dot(last, wanted) - math.fsum(r * _dot(last, c) for r, c in zip(rates, others, strict=True))) / square
+        if own >= 0 and less < missed - ROUNDING:
+            return (*rates, own), less
+    return (*without, 0.0), missed
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
-
-
-def _distance(columns: Sequence[Sequence[float]], rates: Sequence[float], wanted: Sequence[float]) -> float:
-    found = [_dot(rates, row) for row in zip(*columns, strict=True)]
-    return math.fsum((a - b) ** 2 for a, b in zip(found, wanted, strict=True))
-
-
-def _solve(columns: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
-    """The rates nearest to the wanted values, by Gram-Schmidt; None if the columns don't tell them apart."""
-    bases: list[list[float]] = []
-    factors: list[list[float]] = []  # of the bases in each column
-    for column in columns:
-        left, own = list(column), []
-        for base in bases:
-            factor = _dot(base, left)
-            own.append(factor)
-            left = [a - factor * b for a, b in zip(left, base, strict=True)]
-        size = math.hypot(*left)
-        if size <= ROUNDING * math.hypot(*column):
-            return None
-        bases.append([a / size for a in left])
-        factors.append([*own, size])
-    rates = [_dot(base, wanted) for base in bases]
-    for i in reversed(range(len(rates))):
-        rates[i] = (rates[i] - math.fsum(factors[j][i] * rates[j] for j in range(i + 1, len(rates)))) / factors[i][i]
-    return rates
 
 
 DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %

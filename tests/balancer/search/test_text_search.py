@@ -26,20 +26,22 @@ ROWS += [(1.0, 1.0, 2048.0, 131072.0), (1.0, 7.0, 5000.0, 400000.0)]
 @settings(max_examples=20)
 def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) -> None:
     values = [sum(rate * amount for rate, amount in zip(rates, row, strict=True)) for row in ROWS]
-    assert fit_rates(ROWS, values, [0.01 * value for value in values]) == pytest.approx(rates, rel=1e-5, abs=1e-6)
+    found, _ = fit_rates(ROWS, values, [0.01 * value for value in values])
+    assert found == pytest.approx(rates, rel=1e-5, abs=1e-6)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=len(ROWS), max_size=len(ROWS)))
 @settings(max_examples=20)
 def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
     """Whatever is measured, none is negative, and a little more or less of any of them is no better."""
-    rates = fit_rates(ROWS, values, values)
+    rates, least = fit_rates(ROWS, values, values)
 
     def missed(tried: list[float]) -> float:
         found = [sum(rate * amount for rate, amount in zip(tried, row, strict=True)) for row in ROWS]
         return sum((a / b - 1) ** 2 for a, b in zip(found, values, strict=True))
 
     assert min(rates) >= 0
+    assert least == pytest.approx(missed(list(rates)))
     for i, unit in enumerate((0.01, 0.01, 1e-5, 1e-8)):
         for change in (unit, -unit):
             moved = [max(0.0, rate + change) if j == i else rate for j, rate in enumerate(rates)]
