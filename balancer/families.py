@@ -50,12 +50,8 @@ class View(Protocol):
         """The families that were asked for, and what the machine offers them."""
 
     @property
-    def by_rows(self) -> bool:
-        """True if devices take rows in the order of the data; False if rows are assigned by what they cost."""
-
-    @property
     def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own; None before one is known."""
+        """The batch for layouts that have none of their own; None before one is known, and where rows go by cost."""
 
     @property
     def singles(self) -> Sequence[Layout]:
@@ -274,7 +270,7 @@ class PlaceFamily(Family):
 
     def layouts(self, view: View) -> Sequence[Layout]:
         """Each placement, at the batch of the best single device."""
-        if view.common_batch is None or not view.by_rows:
+        if view.common_batch is None:
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]

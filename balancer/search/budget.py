@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import median
 
 from ..families import family_of
-from ..types import Layout, Problem, Stage, Timed
+from ..types import Layout, Probe, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, FIRST_TURN, Observations
@@ -95,8 +95,15 @@ class Budget:
 
         Usually the probe's own stage; "race", the whole budget, for a probe without which there would be no result.
         """
-        end = self._end(ends_with) if turn == FIRST_TURN else LATER_TURNS_END_BY * self.seconds
-        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= end
+        return self.spent + reserved + self.least_seconds(layout, step_seconds, steps) <= self._end(ends_with, turn)
+
+    def probes(
+        self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
+    ) -> tuple[Probe, ...]:
+        """The layout's probe in a turn, if the budget affords it; otherwise none."""
+        if not self.affords(layout, stage, turn=turn, reserved=reserved):
+            return ()
+        return (Probe(layout, stage, self.probe_seconds(layout, stage, probes_left, reserved=reserved), turn),)
 
     def has_time(self, seconds: float, after: float = 0.0) -> bool:
         """True if exploration may take this long and leave the time for what comes after it, if there is any."""
@@ -148,8 +155,9 @@ class Budget:
         """A budget in which packs may take `grown_seconds` more, by what was spent up to the first turns."""
         return (self._seen.spent_seconds(until_turn=FIRST_TURN) + grown_seconds) / GROWS
 
-    def _end(self, stage: Stage) -> float:
-        if self.race_is_over:  # exploration may have the rest
+    def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
+        later = turn > FIRST_TURN and stage in ("race", "knobs")
+        if self.race_is_over or later:  # once it is over, exploration may have the rest
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
             return self.explore_seconds

@@ -44,9 +44,8 @@ class Race:
     def next_probes(self) -> tuple[Probe, ...]:
         """The next measurement; empty when the race is over."""
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
-        probe = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
-        probe = probe or self._next_turn(self.running, "race") or self._next_turn(self._knob_rivals, "knobs")
-        return (probe,) if probe else ()
+        probes = self._first_turn(first) or self._grow() or self._first_turn(self._unmeasured)
+        return probes or self._next_turn(self.running, "race") or self._next_turn(self._knob_rivals, "knobs")
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Another turn of the chosen layout and of the best other one, while the budget has time for one."""
@@ -54,8 +53,7 @@ class Race:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
-        probe = self._next_turn(best, "knobs" if chosen.knobs else "race", settled=True)
-        return (probe,) if probe else ()
+        return self._next_turn(best, "knobs" if chosen.knobs else "race", settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
         """The chosen layout once more, and while turns may make it certain; None where nothing else was measured."""
@@ -65,11 +63,9 @@ class Race:
         rough = ROUGH < width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
         wanted = not checks or held or rough
         alone = all(seen.probe.layout == layout for seen in self.seen.timed())
-        if alone or not wanted or not self._budget.affords(layout, "check"):
-            return ()
-        seconds = self._budget.probe_seconds(layout, "check", 1)
         turns = (*self.seen.turns(layout), *(seen.probe.turn for seen in checks))
-        return (Probe(layout, "check", seconds, max(turns, default=FIRST_TURN) + 1),)
+        next_turn = max(turns, default=FIRST_TURN) + 1
+        return self._budget.probes(layout, "check", next_turn) if wanted and not alone else ()
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
@@ -112,41 +108,42 @@ class Race:
 
     # ------------------------------------------------------------------ first turn
 
-    def _first_turn(self, wanted: Sequence[Candidate]) -> Probe | None:
+    def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
         if not wanted:
-            return None
+            return ()
         layout = min(wanted, key=self._priority).layout
         knobs = self._knobs_seconds
         if not self._budget.affords(layout, "race", reserved=knobs):
-            return None
+            return ()
         stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
         left = self._unmeasured
         others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
         probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self.options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
-        return Probe(layout, stage, seconds, FIRST_TURN)
+        return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """The most expected samples/s for each second of the probe come first; a family's extra candidates last."""
-        expected = max(self.expected_rate(one), LEAST_RATE)
+        """The most expected samples/s for each second of the probe come first; a family's extra candidates last.
+
+        Of packs and placements as much is expected as of the best of the others.
+        """
+        alike = [one] if one.synchronous else [other for other in self.all if other.synchronous]
+        expected = max([LEAST_RATE, *(self._devices.predicted_rate(each.layout) for each in alike)])
         return (one.extra and self.options.needs_more_children, self._budget.least_seconds(one.layout) / expected)
 
     # ------------------------------------------------------------------ packs
 
-    def _grow(self) -> Probe | None:
+    def _grow(self) -> tuple[Probe, ...]:
         """The next pack, the smallest of all modes first, if the budget also suffices for a turn of every candidate."""
         wanted = [layout for _, packing in self.packings if (layout := packing.next_layout()) is not None]
-        reserved = self.turn_seconds
-        for layout in sorted(wanted, key=lambda one: one.processes):
-            if self._budget.affords(layout, "pack", reserved=reserved):
-                seconds = self._budget.probe_seconds(layout, "pack", ENOUGH_TURNS, reserved=reserved)
-                return Probe(layout, "pack", seconds)
-        return None
+        wanted.sort(key=lambda one: one.processes)
+        probes = (self._budget.probes(one, "pack", FIRST_TURN, ENOUGH_TURNS, self.turn_seconds) for one in wanted)
+        return next(filter(None, probes), ())
 
     # ------------------------------------------------------------------ later turns
 
-    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False) -> Probe | None:
+    def _next_turn(self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False) -> tuple[Probe, ...]:
         """The next rival of the open turn, or of a new one; all of them take part if it is `settled` who won."""
         turns = {one.layout: self.seen.turns_taken(one.layout, stage) for one in rivals}
         now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
@@ -156,13 +153,11 @@ class Race:
             if due:
                 break
         else:
-            return None
+            return ()
         reserved = self._budget.least_seconds(due[0]) + (self._knobs_seconds if stage == "race" else 0.0)
         reserved = 0.0 if settled else reserved  # for what else is to be raced
-        if not self._budget.affords(due[0], stage, turn=turn, reserved=reserved):
-            return None
         left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
-        return Probe(due[0], stage, self._budget.probe_seconds(due[0], stage, left, reserved=reserved), turn)
+        return self._budget.probes(due[0], stage, turn, left, reserved)
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """The rivals of a turn: all in the first, then those that the turns before have not settled."""
@@ -178,8 +173,9 @@ class Race:
             for one in rivals
         }
         ran = [one for one in rivals if turns[one.layout]]
-        if once_held := [one for one in ran if _held_once(turns[one.layout])]:
-            return once_held, False
+        once = (one for one in ran if len(turns[one.layout]) == 1)
+        if held := [one for one in once if all(seen.held_back() for seen in turns[one.layout].values())]:
+            return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
         return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
@@ -228,12 +224,6 @@ class Race:
         pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
         return tuple((wished, instead) for wished, instead in pairs if instead != wished)
 
-    def expected_rate(self, one: Candidate) -> float:
-        """Samples/s to expect: as measured or predicted; of packs and placements, as much as the best of the others."""
-        if one.synchronous:
-            return self._devices.predicted_rate(one.layout)
-        return max((self._devices.predicted_rate(other.layout) for other in self.all if other.synchronous), default=0.0)
-
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
         found = [one for family in self.options.wanted for one in self._of(family)]
@@ -253,9 +243,8 @@ class Race:
         """The candidates without splits that no measurement could distinguish from one listed before them."""
         kept: list[Candidate] = []
         for one in found:
-            splits = [other.layout for other in kept if other.layout.traits.together and one.layout.traits.together]
-            by_rows = [layout for layout in splits if layout.by_rows and one.layout.by_rows]
-            if not any(same_measurement(one.layout, other) for other in by_rows):
+            splits = [other.layout for other in kept if other.layout.traits.together and other.layout.by_rows]
+            if not (one.layout.by_rows and any(same_measurement(one.layout, split) for split in splits)):
                 kept.append(one)
         return kept
 
@@ -265,11 +254,6 @@ class Race:
     def devices(self) -> int:
         """The number of devices."""
         return self._problem.devices
-
-    @property
-    def by_rows(self) -> bool:
-        """True if devices take rows in the order of the data."""
-        return self._devices.by_rows
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
@@ -287,19 +271,16 @@ class Race:
         unclear = self.options.with_splits and not self._devices.splits
         return [] if unclear else self._devices.even_splits(self.splits, self.options.scaling)
 
-    @property
-    def best_single(self) -> Layout | None:
-        """The best single device's layout; None if none can train alone."""
-        return next(iter(self.singles), None)
-
     @cached_property
     def common_batch(self) -> int | None:
         """The batch for layouts that have none of their own: the fixed one, the best single device's, else one that no
-        single device could hold."""
+        single device could hold; None before one is known, and where rows are assigned by what they cost."""
+        if not self._devices.by_rows:
+            return None
         if self._problem.global_batch is not None:
             return self._problem.global_batch
-        if self.best_single is not None:
-            return self.best_single.global_batch
+        if self.singles:
+            return self.singles[0].global_batch
         full = [one.probe.layout.global_batch for one in self.seen.in_stage("solo") if isinstance(one, OutOfMemory)]
         return min(full, default=None)
 
@@ -344,8 +325,3 @@ class Race:
                 break
             candidate = msgspec.structs.replace(candidate, layout=layout)
         return candidate
-
-
-def _held_once(turns: Turns) -> bool:
-    """True of a layout of which a device was held back the only time that it was measured."""
-    return len(turns) == 1 and all(one.held_back() for one in turns.values())
