@@ -202,8 +202,7 @@ class Budget:
     @cached_property
     def _solo_start(self) -> float:
         """The longest start of a device alone, without imports; 0 if none is known."""
-        solos = (seen for seen in self._timed if seen.probe.stage == "solo")
-        return max((seen.restart_seconds for seen in solos), default=0.0)
+        return max((seen.restart_seconds for seen in self._seen.timed("solo")), default=0.0)
 
     def _pack_starts(self) -> list[tuple[int, float]]:
         """(trainings, median seconds that their start took), the fewest first."""
@@ -221,8 +220,7 @@ class Budget:
     @cached_property
     def overhead_seconds(self) -> float:
         """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted separately."""
-        costs = [_untimed_seconds(seen) for seen in self._timed if seen.probe.stage in ("solo", "rest", "split")]
-        return median(costs) if costs else 0.0
+        return median([_untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
@@ -231,16 +229,16 @@ class Budget:
         From each device's quickest and slowest step alone. A first step's fixed cost is part of the overhead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for seen in self._timed:
+        for seen in self._seen.timed("solo"):
             layout = seen.probe.layout
-            if seen.probe.stage == "solo" and layout.by_rows and not layout.in_passes:
+            if layout.by_rows and not layout.in_passes:
                 alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
         slopes = []
         for steps in alone.values():
             (quick, first), (slow, last) = min(steps), max(steps)
             if slow > SAFE_GROWTH * quick:
                 slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
-        return median(slopes) if slopes else 0.0
+        return median(slopes or [0.0])
 
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none of them ran."""
@@ -254,12 +252,9 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        rates: dict[int, float] = {}
-        for seen in self._timed:
-            if seen.probe.layout.traits.alone and not seen.probe.layout.length:
-                (position,) = seen.probe.layout.active
-                rates[position] = max(seen.samples_per_second, rates.get(position, 0.0))
-        return rates
+        alone = [one for one in self._timed if one.probe.layout.traits.alone and not one.probe.layout.length]
+        alone.sort(key=lambda one: one.samples_per_second)
+        return {one.probe.layout.active[0]: one.samples_per_second for one in alone}
 
 
 def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:

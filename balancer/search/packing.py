@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import groupby
 
 import msgspec
 
@@ -44,17 +45,12 @@ class Packing:
         size = next_size(self._rates, self._most)
         return None if size is None or size < 2 else pack_on(self._single, size, self._mode, self._batch(size))
 
-    def first_layout(self) -> Layout | None:
-        """The pack to measure before any has run; None once one did, or if none can."""
-        layout = None if any(isinstance(seen, Timed) for seen in self.seen) else self.next_layout()
-        return layout if layout is not None and layout.global_batch else None
-
     def best_layout(self) -> Layout | None:
-        """The best measured pack; None if none ran."""
+        """The best measured pack, or the next to measure before any has run; None if none can."""
         enough = max(ENOUGH, self._problem.tolerance)
         size = best_size({size: rate for size, rate in self._rates.items() if size > 1}, enough)
-        ran = [seen for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
-        return max((seen.probe.layout for seen in ran), key=self._rate_of, default=None)
+        ran = [seen.probe.layout for seen in self._by_size.get(size or 0, []) if isinstance(seen, Timed)]
+        return max(ran, key=self._rate_of) if ran else self.next_layout()
 
     @property
     def still_gains(self) -> bool:
@@ -63,7 +59,7 @@ class Packing:
 
     def refused(self) -> Observation | None:
         """The failure of the smallest pack, if none ever ran; otherwise None."""
-        return None if not self.seen or any(isinstance(seen, Timed) for seen in self.seen) else self.seen[0]
+        return None if any(isinstance(seen, Timed) for seen in self.seen) else next(iter(self.seen), None)
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
@@ -75,10 +71,7 @@ class Packing:
 
     @cached_property
     def _by_size(self) -> dict[int, list[Observation]]:
-        by_size: dict[int, list[Observation]] = {}
-        for seen in self.seen:
-            by_size.setdefault(seen.probe.layout.processes, []).append(seen)
-        return by_size
+        return {size: list(tries) for size, tries in groupby(self.seen, lambda one: one.probe.layout.processes)}
 
     @cached_property
     def _rates(self) -> dict[int, float | None]:
@@ -126,13 +119,13 @@ class Packing:
     @cached_property
     def _memory(self) -> Memory:
         """The memory of one training by batch: the most that was seen alone or packed."""
-        held = dict(self._model.devices[self._position].memory.points)
+        memory = self._model.devices[self._position].memory
+        held = dict(memory.points)
         for seen in self.seen:
             used = seen.memory_bytes[self._position] if isinstance(seen, Timed) else None
             if used:
                 layout = seen.probe.layout
                 held[layout.global_batch] = max(used // layout.processes, held.get(layout.global_batch, 0))
-        memory = self._model.devices[self._position].memory
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
 

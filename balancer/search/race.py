@@ -297,7 +297,7 @@ class Race:
     @property
     def packs(self) -> list[Layout]:
         """The best number of trainings in each mode, or the fewest if none was measured yet."""
-        best = {mode: packing.best_layout() or packing.first_layout() for mode, packing in self.packings}
+        best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
             best["logical"] = self._logical(plain)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from statistics import NormalDist, fmean
 
 import msgspec
 
 from ..objectives import Objective, find_objective
 from ..statistics import student
-from ..types import Interval, Layout, Power, Problem
+from ..types import Interval, Layout, Problem
 from .layouts import TIE, Candidate
 from .model.evidence import relative_error
 from .observations import Turns
@@ -149,18 +150,15 @@ def smallest_gain(tolerance: float) -> float:
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
     """`one` against `other`, from the turns that both took; from all pairs of turns if they have none in common."""
-    common = sorted(one.keys() & other.keys())
-    if common:
-        pairs = [(one[turn], other[turn]) for turn in common]
-    else:
-        pairs = [(a, b) for a in one.values() for b in other.values()]
+    common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
+    pairs = common or list(product(one.values(), other.values()))
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
-    own = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs)
-    assumed = own + PROBE_DRIFT**2
+    assumed = fmean(relative_error(a) ** 2 + relative_error(b) ** 2 for a, b in pairs) + PROBE_DRIFT**2
+    deviation = _pooled(assumed, ratios)
     if common:
-        return Difference(fmean(ratios), _pooled(assumed, ratios), len(ratios))
+        return Difference(fmean(ratios), deviation, len(ratios))
     value = throughput(one).value / throughput(other).value - 1
-    return Difference(value, max(math.sqrt(assumed), _pooled(assumed, ratios)), 1)
+    return Difference(value, max(math.sqrt(assumed), deviation), 1)
 
 
 def throughput(turns: Turns) -> Interval:
@@ -180,11 +178,6 @@ def _pooled(assumed: float, values: Sequence[float]) -> float:
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values) / more if more else 0.0
     return math.sqrt((DRIFT_WEIGHT * assumed + more * spread) / (DRIFT_WEIGHT + more))
-
-
-def mean_power(turns: Turns) -> Power | None:
-    """Over all turns in which every device reported it."""
-    return Power.mean([power for seen in turns.values() if (power := seen.power)])
 
 
 def value_of(objective: Objective, turns: Turns) -> float:

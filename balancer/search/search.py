@@ -21,7 +21,7 @@ from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
-from .ranking import Standing, center, choose_winner, mean_power, throughput
+from .ranking import Standing, center, choose_winner, throughput
 from .rows import RowDevices
 from .sharding import Sharding
 from .solo_stage import SMALL
@@ -115,29 +115,23 @@ class Search:
         if self._why_none and not self.race.running:
             return
         yield self.race.next_probes()
-        if self.problem.budget_seconds is not None:
-            yield self._explore(self._rest)
-        yield self.race.check(best) if (best := self.best()) else ()
-        yield self._repeat()
+        if (seconds := self.problem.budget_seconds) is not None:
+            winner = self.race.ranking[:1]
+            kept = sum(self.budget.least_seconds(one.candidate.layout) for one in winner)  # to check it
+            yield self._explore_rest(max(0.0, seconds - kept))
+        if best := self.best():
+            yield self.race.check(best)
+            if self.problem.spend_all:
+                yield self.race.repeat_best(best.layout)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
         """The next batch of every device alone, else the next split; empty when nothing is wanted or affordable."""
         return () if self._why_none else self.devices.next_probes(budget, self.options.with_splits)
 
-    @property
-    def _rest(self) -> Budget:
-        """The budget that the race left, less the time to check its winner."""
-        kept = max((self.budget.least_seconds(one.candidate.layout) for one in self.race.ranking[:1]), default=0.0)
-        return self._budget_of(max(0.0, (self.problem.budget_seconds or 0.0) - kept))
-
-    def _budget_of(self, seconds: float | None) -> Budget:
+    def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
+        """The next probe of exploration once the race is over, in a budget of so many seconds; None: without one."""
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
-        return Budget(problem, self.options, self._seen, race_is_over=True)
-
-    def _repeat(self) -> tuple[Probe, ...]:
-        """Another turn of the best layouts in time that was added."""
-        chosen = self.best() if self.problem.spend_all else None
-        return self.race.repeat_best(chosen.layout) if chosen else ()
+        return self._explore(Budget(problem, self.options, self._seen, race_is_over=True))
 
     @cached_property
     def _why_none(self) -> str:
@@ -150,7 +144,7 @@ class Search:
             return self._why_none
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or self.model.holds_batch else Stop.NO_FIT).value
-        if self.race.waits_for_budget or self._explore(self._budget_of(None)):
+        if self.race.waits_for_budget or self._explore_rest(None):
             return Stop.BUDGET.value
         if self.race.tied:
             return Stop.TIED.value
@@ -224,24 +218,20 @@ class Search:
     def _chosen(self) -> Result | None:
         """The best layout, by the turns that chose it.
 
-        A layout that the race has not measured yet counts with what exploration measured. If no layout may run any
-        more, the best of those that ran.
+        A layout that the race has not measured yet counts with what exploration measured, unless no measurement could
+        tell its shares from those of one of the race. If no layout may run any more, the best of those that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
         fit = [layout for layout in self._still_run() if self.problem.global_batch in (None, layout.global_batch)]
-        layouts = [layout for layout in fit if not self._repeats(layout, raced)] or fit
+        layouts = [one for one in fit if one in raced or not any(same_measurement(one, each) for each in raced)] or fit
         layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
         turns = {layout: self._turns(layout) for layout in layouts}
         return self._result_for(choose_winner(candidates, turns, self.problem).layout)
-
-    def _repeats(self, layout: Layout, raced: dict[Layout, Candidate]) -> bool:
-        """True if an explored layout is one of the race but for shares that no measurement could tell apart."""
-        return layout not in raced and any(same_measurement(layout, one) for one in raced)
 
     def _still_run(self) -> list[Layout]:
         """Every layout that ran as one whole training and may run again; all that ran, if none may."""
@@ -273,11 +263,9 @@ class Search:
 
     def solos(self) -> tuple[Result | None, ...]:
         """Each device's highest throughput alone, as measured; None for one that never ran."""
-        best: dict[int, Result] = {}
-        for result in self.results():
-            if result.layout.traits.alone and not result.layout.knobs:
-                best.setdefault(result.layout.active[0], result)
-        return tuple(best.get(i) for i in range(self.problem.devices))
+        alone = [one for one in self.results() if one.layout.traits.alone]
+        fastest = {one.layout.active[0]: one for one in reversed(alone)}
+        return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
         """The best single device: as raced, else the fastest measured at the global batch asked for."""
@@ -305,7 +293,7 @@ class Search:
 
     def power(self, layout: Layout) -> Power | None:
         """The power that all devices of the request draw while a layout trains; None if one doesn't report it."""
-        return mean_power(self._turns(layout))
+        return Power.mean([power for seen in self._turns(layout).values() if (power := seen.power)])
 
     def value(self, one: Result) -> float:
         """The objective's value for a layout at this rate; 0 if it is unknown."""
