@@ -143,6 +143,12 @@ def device_counts(devices: int) -> tuple[int, ...]:
     return (*counts, devices) if devices > 1 else ()
 
 
+def is_even(layout: Layout, quantum: int = 1) -> bool:
+    """True if the shares of the active devices are rows and differ by at most one quantum."""
+    active = [layout.shares[i] for i in layout.active]
+    return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
+
+
 class EvenFamily(Family):
     """One training whose devices have equal shares."""
 

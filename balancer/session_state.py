@@ -11,9 +11,9 @@ from evener.devices.types import Device
 from evener.plan.file import BEST_SINGLE, BEST_SPLIT, EVEN_SPLIT, LARGER_BATCH, SOLO_PREFIX, Plan, Throughput
 
 from .events import Event, Finished, Observed, Paused, ProbeProgress, ProbeStarted, Started
+from .families import is_even
 from .journal import ObservationEntry
 from .result.rivals import is_comparable, printed_gain
-from .search.layouts import is_even
 from .types import Belief, Interval, Layout, OutOfMemory, Result, Timed, layout_of
 
 KEPT_OBSERVATIONS = 2000

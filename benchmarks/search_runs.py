@@ -16,7 +16,7 @@ from evener.devices.machine import Machine
 from tests.support import machine_families as machines
 from tests.support import search_oracle as oracle
 from tests.support.machines import samples_per_second
-from tests.support.recording_prober import RecordingProber
+from tests.support.recording_prober import RecordingProber, run_search
 
 # tolerance 0, a fixed global batch that fits at once, one that may not, and the default tolerance
 MODES = ("free", "fixed", "beyond", "tolerant")
@@ -68,7 +68,7 @@ def run(job: Job) -> SearchOutcome:
     search = Search(problem)
     course: list[float] = []
     cpu = time.process_time()
-    search.run(watched.measure)
+    run_search(search, watched.measure)
     cpu = time.process_time() - cpu
     replay = Search(problem)
     for seen in watched.seen:

@@ -11,9 +11,9 @@ import msgspec
 
 from evener.plan.file import BEST_SPLIT
 
-from ..families import EVEN, SOLO, Family, family_of
+from ..families import EVEN, SOLO, Family, family_of, is_even
 from ..number_format import join_shares, percent, rate, relative_error
-from ..search.layouts import Candidate, is_even
+from ..search.layouts import Candidate
 from ..search.ranking import Standing, overlap
 from ..types import Finding, Interval, Layout, Result
 from .words import say

@@ -13,9 +13,8 @@ from evener.devices.types import Device
 from evener.plan.file import Plan
 from evener.shares.curves import Cost
 
-from ..families import FAMILIES
+from ..families import FAMILIES, is_even
 from ..number_format import relative_error
-from ..search.layouts import is_even
 from ..search.search import Search
 from ..types import Finding, Interval, Layout, Result, Timed
 from .rivals import (

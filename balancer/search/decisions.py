@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ..statistics import relative_half_width
-from ..types import Layout, Probe, Problem, Result
+from ..types import Probe, Problem, Result
 from .machine_model import MachineModel
 from .model.evidence import CLEAR
 from .ranking import UNCLEAR
@@ -39,8 +39,12 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     """The purpose of a probe, after a split or `split_before` any, and of how many `running` layouts in the race."""
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
+        case "solo" if layout.length:
+            return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
+        case "solo" if layout.costs:
+            return "Measures every device alone: the global batch, assigned by what its rows cost."
         case "solo":
-            return _explain_alone(layout, probe.turn)
+            return f"Measures every device alone: {WHY_SOLO[min(probe.turn, 3)]}."
         case "part":
             return f"Measures every device alone on rows of a sharded model: {WHY_SOLO[min(probe.turn, 3)]}."
         case "shard":
@@ -62,14 +66,6 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     if running == 1:
         return f"Measures the only layout left, turn {probe.turn + 1}."
     return f"Races {running} layouts in turns; this is turn {probe.turn + 1}."
-
-
-def _explain_alone(layout: Layout, turn: int) -> str:
-    if layout.length:
-        return f"Measures every device alone: what passes of rows of {layout.length} tokens and others cost."
-    if layout.costs:
-        return "Measures every device alone: the global batch, assigned by what its rows cost."
-    return f"Measures every device alone: {WHY_SOLO[min(turn, 3)]}."
 
 
 def explain_nobody(model: MachineModel) -> str:

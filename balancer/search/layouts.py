@@ -96,12 +96,6 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     return msgspec.structs.replace(layout_of(layout.shares, tuple(rows)), kind=layout.kind, state=layout.state)
 
 
-def is_even(layout: Layout, quantum: int = 1) -> bool:
-    """True if the shares of the active devices are rows and differ by at most one quantum."""
-    active = [layout.shares[i] for i in layout.active]
-    return layout.by_rows and len(active) > 1 and max(active) - min(active) <= quantum
-
-
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
     """True if two layouts have equally many passes and shares too near for a measurement to tell them apart."""
     if one.kind != other.kind or len(one.active) != len(other.active):

@@ -92,19 +92,11 @@ class Race:
         """The first candidates of their families that the budget left without a measurement."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
-    @property
-    def tied(self) -> bool:
-        """True if layouts are left that more turns would not separate."""
-        return self._left_unsettled[1]
-
-    @property
-    def waits_for_budget(self) -> bool:
-        """True if a candidate was left without a measurement, or the budget is too short for a turn that is wanted."""
-        return bool(self._unmeasured or self._left_unsettled[0])
-
     @cached_property
-    def _left_unsettled(self) -> tuple[list[Candidate], bool]:
-        return self._unsettled(self.running, "race")
+    def waiting(self) -> tuple[list[Candidate], bool]:
+        """The candidates that wait for their first turn or another; whether there is a tie that no turn would end."""
+        rivals, tied = self._unsettled(self.running, "race")
+        return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
@@ -161,8 +153,8 @@ class Race:
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """The rivals of a turn: all in the first, then those that the turns before have not settled."""
-        if turn == FIRST_TURN:
-            return [] if stage == "race" else list(rivals)  # `_first_turn` orders the race's own
+        if turn == FIRST_TURN and stage == "knobs":  # `_first_turn` orders the race's own
+            return list(rivals)
         return [] if turn >= MOST_TURNS else self._unsettled(rivals, stage, turn)[0]
 
     def _unsettled(

@@ -5,7 +5,7 @@ Everything is computed once after each observation, when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from statistics import fmean
 
@@ -74,13 +74,6 @@ class Search:
         """The probes to run now, at the same time; empty when the search is over. Asking changes nothing."""
         return self._next
 
-    def run(self, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
-        """Ask, measure, tell, until the search has no more questions."""
-        while probes := self.ask():
-            for seen in measure(probes):
-                self.tell(seen)
-        return self
-
     def why_stopped(self) -> str | None:
         """Why nothing more is asked, in words; None while something is."""
         return None if self._next else self._why_over()
@@ -144,9 +137,10 @@ class Search:
             return self._why_none
         if not found:
             return (Stop.BUDGET if self._seen.in_stage("split") or self.model.holds_batch else Stop.NO_FIT).value
-        if self.race.waits_for_budget or self._explore_rest(None):
+        waiting, tied = self.race.waiting
+        if waiting or self._explore_rest(None):
             return Stop.BUDGET.value
-        if self.race.tied:
+        if tied:
             return Stop.TIED.value
         if len(found) == 1:
             return Stop.ONLY_ONE.value

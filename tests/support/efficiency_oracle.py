@@ -13,7 +13,7 @@ from evener.balancer.types import Layout, Problem
 from evener.devices.machine import Machine
 from tests.support import machine_families as machines
 from tests.support.machines import samples_per_second, step_seconds
-from tests.support.recording_prober import RecordingProber
+from tests.support.recording_prober import RecordingProber, run_search
 
 FAMILIES = ("affine", "flat, then linear", "straggler, 10 x", "contention")
 UNSURE = 0.02  # relative, of samples/s: what noise may take for within the slow-down or not
@@ -37,7 +37,7 @@ def is_efficient(seed: int) -> bool:
         max_slowdown=slowdown,
         micro=False,
     )
-    found = Search(problem).run(RecordingProber(machine, seed).measure).best()
+    found = run_search(Search(problem), RecordingProber(machine, seed).measure).best()
     assert found is not None
     batches = sorted({batch, found.layout.global_batch}) if free else [batch]
     return _is_best(machine, found.layout, batches, slowdown)

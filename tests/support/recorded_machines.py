@@ -21,7 +21,7 @@ from evener.balancer.types import Timed
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from tests.support import search_oracle as oracle
 from tests.support.machines import samples_per_second
-from tests.support.recording_prober import RecordingProber
+from tests.support.recording_prober import RecordingProber, run_search
 
 RECORDED = Path(__file__).resolve().parent.parent / "recorded"
 NOISE = 0.005  # of a step, as in the intervals of most of these probes
@@ -89,7 +89,7 @@ def search(record: journal.Record, made: Machine, seed: int) -> Found:
     problem = msgspec.structs.replace(record.header.job.problem, memory_bytes=memory, budget_seconds=None)
     looking = Search(problem)
     watched = RecordingProber(made, seed)
-    looking.run(watched.measure)
+    run_search(looking, watched.measure)
     result = looking.best()
     if result is None:
         raise RuntimeError(f"nothing was measured: {looking.why_stopped()}")

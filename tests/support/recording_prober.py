@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from evener.balancer.probes.simulated import SimulatedProber
+from evener.balancer.search.search import Search
 from evener.balancer.types import Observation, Probe
 from evener.devices.machine import Machine
+
+
+def run_search(search: Search, measure: Callable[[tuple[Probe, ...]], Iterable[Observation]]) -> Search:
+    """Ask, measure, tell, until the search has no more questions."""
+    while probes := search.ask():
+        for seen in measure(probes):
+            search.tell(seen)
+    return search
 
 
 class RecordingProber:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evener.balancer.families import MODES
+from evener.balancer.families import MODES, is_even
 from evener.balancer.number_format import half_width, percent, rate, size
 from evener.balancer.result.rivals import describe_all
 from evener.balancer.result.verdict import waiting_share
 from evener.balancer.result.words import say_all
-from evener.balancer.search.layouts import is_even
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.families import FAMILIES, Placement, device_counts, family_of, find_family, pack_on, place_on
-from evener.balancer.search.layouts import Candidate, LayoutOptions, is_even, shrink, split_evenly
+from evener.balancer.families import (
+    FAMILIES,
+    Placement,
+    device_counts,
+    family_of,
+    find_family,
+    is_even,
+    pack_on,
+    place_on,
+)
+from evener.balancer.search.layouts import Candidate, LayoutOptions, shrink, split_evenly
 from evener.balancer.search.rows import PARTS
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo
+from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench
 
 
@@ -24,7 +34,7 @@ FOUR = Bench(((10.0, 0.1, 0, 3000), (12.0, 0.12, 0, 3000), (15.0, 0.15, 0, 3000)
 
 def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, list[Layout]]:
     """The layouts of a whole race, by family."""
-    search = Search(bench.problem(**problem), options).run(bench.measure)
+    search = run_search(Search(bench.problem(**problem), options), bench.measure)
     found: dict[str, list[Layout]] = {}
     for one in search.race.all:
         found.setdefault(one.family.name, []).append(one.layout)
@@ -110,7 +120,7 @@ def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> Non
 def test_a_family_s_further_candidates_are_extra() -> None:
     """The preferred split and the best single device come before those that may only be a little better."""
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
-    search = Search(three.problem(), LayoutOptions(("solo", "split"))).run(three.measure)
+    search = run_search(Search(three.problem(), LayoutOptions(("solo", "split"))), three.measure)
     for family, most in (("split", 2 + len(PARTS)), ("solo", 1)):
         extra = [one.extra for one in search.race.all if one.family.name == family]
         assert extra == [i > 0 for i in range(len(extra))]
@@ -138,14 +148,14 @@ def test_an_even_split_keeps_to_quanta_and_to_the_smallest_memory() -> None:
 def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
     """The best single device of those that did not break."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("solo",)))
-    search.run(FOUR.measure)
+    run_search(search, FOUR.measure)
     assert search.best_single() is not None
     assert [one.candidate.layout for one in search.ranking()] == [solo(4, 0, 800)]
 
 
 def test_results_are_listed_from_the_fastest() -> None:
     """Every layout that ran, with what it had over its turns; each device's own best alone."""
-    search = Search(FOUR.problem()).run(FOUR.measure)
+    search = run_search(Search(FOUR.problem()), FOUR.measure)
     rates = [one.throughput.value for one in search.results()]
     assert len(rates) > 8
     assert rates == sorted(rates, reverse=True)
@@ -158,7 +168,7 @@ def test_results_are_listed_from_the_fastest() -> None:
 
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     """Whatever else was measured, and in whatever order."""
-    search = Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)).run(FOUR.measure)
+    search = run_search(Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)), FOUR.measure)
     (fastest,) = [one.layout for one in search.race.all if one.family.name == "split"]
     slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
     for seen in FOUR.measure([slow]):

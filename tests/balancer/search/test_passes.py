@@ -37,7 +37,7 @@ from tests.support import machine_families as families
 from tests.support import search_oracle as oracle
 from tests.support import search_trials as trials
 from tests.support.machines import samples_per_second
-from tests.support.recording_prober import RecordingProber
+from tests.support.recording_prober import RecordingProber, run_search
 from tests.support.search_machines import Bench, benches, searched
 from tests.support.search_trials import Ask
 
@@ -63,7 +63,7 @@ def plan(machine: Machine, batch: int | None, micro: bool = True) -> tuple[Resul
     """What a search ends with, and what it saw."""
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     prober = RecordingProber(machine, 1)
-    search = Search(Problem(len(memory), memory, global_batch=batch, micro=micro)).run(prober.measure)
+    search = run_search(Search(Problem(len(memory), memory, global_batch=batch, micro=micro)), prober.measure)
     return search.best(), prober.seen
 
 
@@ -319,7 +319,7 @@ def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:
     """A device takes it in passes; which hosts share it is decided by the times at which passes end."""
     machine = Machine(tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0))
     search = Search(Problem(4, (round(1200.5 * (1 << 20)),) * 4, global_batch=512, hosts=(0, 1, 2, 3)))
-    search.run(RecordingProber(machine, 0).measure)
+    run_search(search, RecordingProber(machine, 0).measure)
     best = search.best()
     assert best is not None
     assert len(best.layout.active) == 4

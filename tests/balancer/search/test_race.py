@@ -19,6 +19,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.statistics import relative_half_width
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from tests.support import machine_families, search_trials
+from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, noisy, searched
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -39,7 +40,7 @@ def searched_with(bench: Bench, slower: Callable[[Probe], float], **options: Any
 
 @pytest.mark.parametrize(("families", "why"), [(("solo", "split"), Stop.SETTLED), (("split",), Stop.ONLY_ONE)])
 def test_a_race_of_two_is_settled_and_of_one_is_no_race(families: tuple[str, ...], why: Stop) -> None:
-    search = Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)).run(PAIR.measure)
+    search = run_search(Search(PAIR.problem(global_batch=1000), LayoutOptions(families, scaling=False)), PAIR.measure)
     assert len(search.ranking()) == len(families)
     assert search.why_stopped() == why.value
 
@@ -188,7 +189,7 @@ def test_the_answer_is_not_slower_than_anything_that_ran(
 
 
 def test_a_problem_of_one_sample_has_an_answer() -> None:
-    search = Search(Problem(1, (None,), global_batch=1)).run(Bench(((1.0, 1.0, 0, 5),)).measure)
+    search = run_search(Search(Problem(1, (None,), global_batch=1)), Bench(((1.0, 1.0, 0, 5),)).measure)
     best = search.best()
     assert best is not None
     assert best.layout.shares == (1,)

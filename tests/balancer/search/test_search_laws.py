@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.balancer.families import is_even
 from evener.balancer.intake import check_problem
-from evener.balancer.search.layouts import is_even
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError
+from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, searched
 
 
@@ -63,7 +64,7 @@ def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -
     resumed = Search(bench.problem())
     for one in chain(*answers[: data.draw(st.integers(0, len(answers)))]):
         resumed.tell(one)
-    resumed.run(bench.measure)
+    run_search(resumed, bench.measure)
     assert resumed.best() == search.best()
 
 

@@ -10,6 +10,7 @@ import pytest
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Layout, Observation, Probe, Timed, solo
+from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, noisy, searched
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -28,7 +29,7 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
             return Failed(probe, "raised", "no route to host", probe.layout.active[:1], 1.0)
         return bench.measure([probe])[0]
 
-    search.run(lambda probes: [measure(probe) for probe in probes])
+    run_search(search, lambda probes: [measure(probe) for probe in probes])
     assert len(failed) == 2
     best = search.best()
     assert best is not None
@@ -46,7 +47,7 @@ def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_bei
         found = [(one, (14 if one.probe.seconds >= step else 2) * step) for one, step in steps]
         return [msgspec.structs.replace(one, elapsed_seconds=seconds) for one, seconds in found]
 
-    search.run(measure)
+    run_search(search, measure)
     assert "split" in {probe.layout.kind for probe in seen}
 
 
@@ -88,7 +89,7 @@ def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the
 def test_the_best_single_device_is_certain_by_the_batch_asked_for_if_none_races() -> None:
     """A comparison of splits alone still says what they gain over one device."""
     options = LayoutOptions(("even", "split"), scaling=False)
-    search = Search(PAIR.problem(global_batch=1000), options).run(PAIR.measure)
+    search = run_search(Search(PAIR.problem(global_batch=1000), options), PAIR.measure)
     alone = search.best_single()
     assert alone is not None
     assert alone.layout.shares == (1000, 0)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.layouts import LayoutOptions, is_even
+from evener.balancer.families import is_even
+from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
 from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from evener.balancer.search.rows import PARTS
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout
+from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, searched
 
 BENCH = Bench(((30.0, 0.2, 0, 4000), (40.0, 0.3, 0, 4000)), 0.004)
@@ -16,8 +17,8 @@ BENCH = Bench(((30.0, 0.2, 0, 4000), (40.0, 0.3, 0, 4000)), 0.004)
 def searched_with(slow: Layout | None, factor: float) -> Search:
     """A search of BENCH in which one layout's steps take longer than they should."""
     search = Search(BENCH.problem(tolerance=0.02))
-    return search.run(
-        lambda probes: BENCH.measure(probes, factor if any(probe.layout == slow for probe in probes) else 1.0)
+    return run_search(
+        search, lambda probes: BENCH.measure(probes, factor if any(probe.layout == slow for probe in probes) else 1.0)
     )
 
 

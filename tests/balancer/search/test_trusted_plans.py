@@ -20,7 +20,7 @@ from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.plan.file import BEST_SINGLE
 from tests.support import machine_families, search_oracle
 from tests.support.machines import crawling_machine, samples_per_second
-from tests.support.recording_prober import RecordingProber
+from tests.support.recording_prober import RecordingProber, run_search
 from tests.support.search_machines import Bench, benches
 
 TOLERANCE = 0.02
@@ -34,7 +34,7 @@ def searched(machine: Machine, seed: int = 0, **options: object) -> tuple[Search
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     search = Search(Problem(len(machine.devices), memory, **options))  # type: ignore[arg-type]
     prober = RecordingProber(machine, seed)
-    search.run(prober.measure)
+    run_search(search, prober.measure)
     return search, [one for one in prober.seen if isinstance(one, Timed)]
 
 
