@@ -160,8 +160,7 @@ class Search:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
             return self.model
-        longest = self._first_budget.longest_step() if self.problem.budget_seconds is not None else None
-        return TextDevices(self.problem, self._seen, self.model.live, longest)
+        return TextDevices(self.model, self._first_budget)
 
     @cached_property
     def sharding(self) -> Sharding | None:

@@ -16,12 +16,13 @@ from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
-from ..types import Layout, Observation, OutOfMemory, Problem, Timed
+from ..types import Layout, Observation, OutOfMemory, Timed
+from .budget import Budget
 from .layouts import RETREAT, TIE
 from .model.evidence import CLEAR, group_by, is_noise, relative_error
-from .model.memory import SAFE_SHARE, Memory
-from .observations import Observations
+from .model.memory import SAFE_SHARE, Memory, read_memory
 from .ranking import LEAST_RATE
+from .rows import RowDevices
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -118,39 +119,37 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 class TextModel:
     """The costs by one set of observations, over the devices that are left."""
 
-    def __init__(self, problem: Problem, seen: Observations, live: Sequence[int], longest_step: float | None) -> None:
-        self.problem, self.seen, self._longest_step = problem, seen, longest_step
-        self.live, self._hosts = tuple(live), problem.hosts or (0,) * problem.devices
+    def __init__(self, rows: RowDevices, budget: Budget) -> None:
+        self.problem, self.seen, self._budget = rows.problem, rows.seen, budget
+        self.live, self._hosts = rows.live, rows.hosts
 
     # ------------------------------------------------------------------ what was seen
 
-    def tried_alone(self, position: int) -> tuple[Observation, ...]:
+    def tried_alone(self, position: int) -> list[Observation]:
         """The observations of a device alone with rows of one length, or of a batch assigned by cost."""
-        found = [seen for seen in self.seen.in_stage("solo") if not seen.probe.layout.by_rows]
-        return tuple(seen for seen in found if seen.probe.layout.shares[position])
+        own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
+        return [seen for seen in own if not seen.probe.layout.by_rows]
 
     @cached_property
-    def splits(self) -> tuple[Timed, ...]:
+    def splits(self) -> list[Timed]:
         """Every split of exploration that was assigned by cost, in order."""
-        splits = sorted(self.seen.in_stage("split"), key=lambda one: one.probe.turn)
-        return tuple(one for one in splits if isinstance(one, Timed) and one.probe.layout.costs)
+        return [one for one in self.seen.timed("split") if one.probe.layout.costs]
 
     @cached_property
-    def mean_length(self) -> float:
-        """Tokens of a row."""
-        return fmean(self.problem.lengths)
+    def usual_length(self) -> int:
+        """The mean tokens of a row."""
+        return round(fmean(self.problem.lengths))
 
     # ------------------------------------------------------------------ costs
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
         """Each device's cost as its own process, while the others are busy too; indistinguishable ones share one."""
-        found: list[StepCost | None] = [None] * self.problem.devices
+        found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
             cost = fit_step_cost(point for i in group for point in self._points(i).values())
-            for i in group:
-                found[i] = cost
-        return tuple(found)
+            found.update(dict.fromkeys(group, cost))
+        return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
         """True if noise alone explains how two devices' times of the same passes differ."""
@@ -172,16 +171,19 @@ class TextModel:
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
         """Each device's cost in splits: its cost alone, times the ratio of its own work in splits to that alone."""
-        factors = [self._factor(i) for i in range(self.problem.devices)]
-        return tuple(one and one.slowed(factor) for one, factor in zip(self.alone, factors, strict=True))
+        return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
-    def _factor(self, position: int) -> float:
-        alone, own, expected = self.alone[position], 0.0, 0.0
+    def _factor(self, position: int, alone: StepCost) -> float:
+        own = expected = 0.0
         for one in self.splits:
             seconds, work = one.device_seconds[position], _work(one, position)
-            if alone and seconds and work and all(one.device_seconds[i] for i in one.probe.layout.active):
+            if seconds and work and all(one.device_seconds[i] for i in one.probe.layout.active):
                 own, expected = own + seconds, expected + alone.seconds(work)
         return own / expected if own and expected else 1.0
+
+    def _of(self, positions: Sequence[int]) -> list[StepCost]:
+        """The costs of some devices in a split, or of one alone."""
+        return [one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])]
 
     def _sync(self, positions: Sequence[int]) -> float:
         """The seconds of a split's step beyond the longest own work, over as many hosts; 0 before one was measured."""
@@ -210,40 +212,29 @@ class TextModel:
 
     @staticmethod
     def _wall(memory: Memory) -> int:
-        most = memory.predict_largest()
-        if most is None and memory.failed is None:
+        most, failed = memory.predict_largest(), memory.failed
+        if most is None and failed is None:
             return 0
-        safe = int(SAFE_SHARE * most) if most is not None else 0
-        return max(memory.ran, min(safe, int(RETREAT * memory.failed) if memory.failed else safe))
+        return max(memory.ran, int(min(SAFE_SHARE * (most or 0), RETREAT * (failed or math.inf))))
 
     def memory(self, position: int) -> Memory:
         """A device's bytes by the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
-            tokens = self.largest_passes(seen.probe.layout)[position]
+            tokens = self._largest_pass(seen.probe.layout, position)
             if isinstance(seen, OutOfMemory) and tokens and position in (seen.devices or seen.probe.layout.active):
                 full.append(tokens)
             used = seen.memory_bytes[position] if isinstance(seen, Timed) else None
             if used is not None and seen.probe.layout.length:
                 points[tokens] = max(used, points.get(tokens, 0))
-        ran = [tokens for tokens in points if not full or tokens < min(full)]
-        return Memory(
-            limit_bytes=self.seen.memory_limit(position),
-            points=tuple(sorted(points.items())),
-            ran=max(ran, default=0),
-            failed=min(full, default=None),
-            failures=len(full),
-        )
+        return read_memory(self.seen.memory_limit(position), points, points, full)
 
-    def largest_passes(self, layout: Layout) -> tuple[int, ...]:
-        """The padded tokens of each device's largest pass; 0 where that isn't known."""
-        if layout.by_rows:
-            return (0,) * len(layout.shares)
-        if layout.length:
-            return tuple(rows * layout.length for rows in layout.pass_rows)
-        dealt = zip(layout.shares, layout.tokens, strict=True)
-        return tuple((tokens or share * round(self.mean_length)) if share else 0 for share, tokens in dealt)
+    def _largest_pass(self, layout: Layout, position: int) -> int:
+        """The padded tokens of a device's largest pass; 0 where that isn't known."""
+        if layout.costs:
+            return layout.tokens[position] or layout.shares[position] * self.usual_length
+        return layout.pass_rows[position] * layout.length
 
     # ------------------------------------------------------------------ predictions
 
@@ -254,21 +245,20 @@ class TextModel:
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
         """A batch dealt over some of the devices; the shares are the mean numbers of rows."""
-        devices = self.problem.devices
+        devices = range(self.problem.devices)
         sizes = [sum(each) for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)]
         rows = dict(zip(positions, apportion(batch, sizes), strict=True))
-        costs = self.costs if len(positions) > 1 else self.alone
+        costs = dict(zip(positions, self._of(positions), strict=True))
         return Layout(
             "split" if len(positions) > 1 else "solo",
-            tuple(rows.get(i, 0) for i in range(devices)),
-            costs=tuple(one.cost if (one := costs[i]) and i in rows else None for i in range(devices)),
-            tokens=tuple(self.walls[i] if i in rows else 0 for i in range(devices)),
+            tuple(rows.get(i, 0) for i in devices),
+            costs=tuple(costs[i].cost if i in costs else None for i in devices),
+            tokens=tuple(self.walls[i] if i in rows else 0 for i in devices),
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
         """The predicted time of one step."""
-        costs = self.costs if len(positions) > 1 else self.alone
-        beside = [one.step_s if (one := costs[i]) else 0.0 for i in positions]
+        beside = [one.step_s for one in self._of(positions)]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
         return fmean(steps) + (self._sync(positions) if len(positions) > 1 else 0.0)
 
@@ -276,9 +266,8 @@ class TextModel:
         """True if no measurement could tell apart how two layouts assign rows: their costs differ by one factor."""
         if (one.active, one.global_batch, one.tokens) != (other.active, other.global_batch, other.tokens):
             return False
-        length = round(self.mean_length)
         pairs = [(a, b) for a, b in zip(one.costs, other.costs, strict=True) if a and b]
-        ratios = [a.seconds(1, length) / b.seconds(1, length) for a, b in pairs]
+        ratios = [a.seconds(1, self.usual_length) / b.seconds(1, self.usual_length) for a, b in pairs]
         return max(ratios) <= min(ratios) * (1 + TIE)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
@@ -294,53 +283,41 @@ class TextModel:
     @cached_property
     def best_split(self) -> Layout | None:
         """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
-        hosts = (tuple(i for i in self.able if self._hosts[i] == host) for host in sorted(set(self._hosts)))
-        groups = (self.able, *hosts)
-        found = [self._without_idle(group) for group in groups if len(group) > 1 and self.can_hold(group)]
+        hosts = ([i for i in self.able if self._hosts[i] == host] for host in sorted(set(self._hosts)))
+        groups = [group for group in (self.able, *hosts) if len(group) > 1 and self.can_hold(group)]
+        found = map(self._without_idle, groups)
         fastest = min(found, key=lambda group: self.seconds(group, self.batch), default=None)
         return self.layout(fastest, self.batch) if fastest else None
 
-    def _without_idle(self, devices: Sequence[int]) -> list[int]:
+    def _without_idle(self, devices: Sequence[int]) -> Sequence[int]:
         """Two or more of the devices: those that don't only keep the others waiting."""
-        chosen = list(devices)
-        while len(chosen) > 2:
-            slowest = max(chosen, key=lambda i: self.seconds((i,), self.batch))
-            fewer = [i for i in chosen if i != slowest]
-            if not self.can_hold(fewer) or self.seconds(fewer, self.batch) >= self.seconds(chosen, self.batch):
-                break
-            chosen = fewer
-        return chosen
+        slowest = max(devices, key=lambda i: self.seconds((i,), self.batch))
+        fewer = [i for i in devices if i != slowest]
+        if len(fewer) < 2 or not self.can_hold(fewer):
+            return devices
+        gains = self.seconds(fewer, self.batch) < self.seconds(devices, self.batch)
+        return self._without_idle(fewer) if gains else devices
 
     @cached_property
     def batch(self) -> int:
         """The global batch: the fixed one, else the smallest that is within the tolerance of the fastest."""
-        problem = self.problem
+        problem, quantum = self.problem, self.problem.multiple_of
         if problem.global_batch is not None:
             return problem.global_batch
-        rates: dict[int, float] = {}
-        for batch in self._batches():
-            seconds = self.seconds(self.able, batch)
-            if rates and self._longest_step is not None and seconds > self._longest_step:
-                break
-            rates[batch] = batch / seconds
-        least = max(rates.values()) * (1 - problem.tolerance)
-        return min(batch for batch, rate in rates.items() if rate >= least)
-
-    def _batches(self) -> Iterator[int]:
-        problem, quantum = self.problem, self.problem.multiple_of
         most = max(quantum, min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum)
-        batch = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
-        while batch < most:
-            yield batch
-            batch *= 2
-        yield most
+        least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
+        sizes = sorted({min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())})
+        seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
+        longest = max(self._budget.longest_step(), seconds[sizes[0]])
+        rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
+        return min(batch for batch, rate in rates.items() if rate >= max(rates.values()) * (1 - problem.tolerance))
 
     def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
         key = tuple(positions), batch
         if key not in self._dealt:
-            costs = self.costs if len(positions) > 1 else self.alone
-            ranks = tuple(RankCost(one.cost, self.walls[i]) for i in positions if (one := costs[i]))
-            rates = tuple(1 / one.cost.seconds(1, round(self.mean_length)) for one in ranks)
+            costs = [one.cost for one in self._of(positions)]
+            ranks = tuple(RankCost(cost, self.walls[i]) for i, cost in zip(positions, costs, strict=True))
+            rates = tuple(1 / cost.seconds(1, self.usual_length) for cost in costs)
             self._dealt[key] = [Dealer(ranks, rates).deal(lengths) for lengths in self._draw(batch)]
         return self._dealt[key]
 

@@ -63,14 +63,10 @@ class TextDevices(TextModel):
 
     def singles(self) -> list[Layout]:
         """The global batch on the device that takes the least time for it alone."""
-        layouts = [self._whole(i) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))]
+        ran = {one.probe.layout.active: one.probe.layout for one in self.seen.timed("solo") if one.probe.layout.costs}
+        layouts = [ran.get((i,)) or self.layout((i,), self.batch) for i in self.able if self.can_hold((i,))]
         whole = [layout for layout in layouts if self.seen.broken(layout) is None]
         return sorted(whole, key=self.predicted_rate, reverse=True)[:1]
-
-    def _whole(self, position: int) -> Layout | None:
-        """The global batch on one device as exploration measured it; None if it didn't."""
-        ran = [one.probe.layout for one in self.tried_alone(position) if isinstance(one, Timed)]
-        return next((layout for layout in reversed(ran) if layout.costs), None)
 
     def best_splits(self) -> list[Layout]:
         """The last split that exploration measured, and the fastest."""
@@ -85,14 +81,15 @@ class TextDevices(TextModel):
 
         A training without a plan does the same.
         """
-        problem = self.problem
-        wanted = ((split.active, split.global_batch) for split in splits[:1])
-        even = next((split_evenly(problem.devices, *each, problem.multiple_of) for each in wanted), None)
+        problem, longest = self.problem, self.problem.lengths[-1]
+        if not splits:
+            return []
+        even = split_evenly(problem.devices, splits[0].active, splits[0].global_batch, problem.multiple_of)
         if even is None:
             return []
-        longest, walls = problem.lengths[-1], self.walls
-        rows = [min(share, walls[i] // longest) if walls[i] else share for i, share in enumerate(even.shares)]
-        return [layout_of(even.shares, tuple(rows))] if all(rows[i] for i in even.active) else []
+        most = (wall // longest if wall else share for share, wall in zip(even.shares, self.walls, strict=True))
+        rows = tuple(map(min, even.shares, most))
+        return [layout_of(even.shares, rows)] if all(rows[i] for i in even.active) else []
 
 
 class TextStage:

@@ -14,7 +14,7 @@ import msgspec
 from ...statistics import student
 from ...types import Failed, Observation, OutOfMemory, Timed
 from ..observations import Observations
-from .memory import Memory
+from .memory import Memory, read_memory
 from .step_time import SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
@@ -102,16 +102,9 @@ def _memory(store: Observations, position: int, solo: list[Observation], splits:
                 ran.append(share)
             if used is not None:
                 points[share] = max(used, points.get(share, 0))
-    failed = min(full, default=None)
     largest = max(alone, default=0) if len(alone) > 1 else 0
     beyond = {batch: used for batch, used in in_splits.items() if batch > largest}  # they hold buffers of exchange too
-    return Memory(
-        limit_bytes=store.memory_limit(position),
-        points=tuple(sorted({**beyond, **alone}.items())),
-        ran=max((share for share in ran if failed is None or share < failed), default=0),
-        failed=failed,
-        failures=len(full),
-    )
+    return read_memory(store.memory_limit(position), {**beyond, **alone}, ran, full)
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:

@@ -8,6 +8,7 @@ then the gap is halved.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 import msgspec
@@ -121,3 +122,12 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
         return self.ran + (failed - self.ran) // (2 if self.failures < 2 else 4)
+
+
+def read_memory(
+    limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
+) -> Memory:
+    """The evidence by the bytes of batches, the batches that fit, and those that ran out, once for each time."""
+    failed = min(full, default=None)
+    largest = max((batch for batch in ran if failed is None or batch < failed), default=0)
+    return Memory(limit_bytes, tuple(sorted(points.items())), largest, failed, len(full))

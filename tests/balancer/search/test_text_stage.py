@@ -5,10 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from evener.balancer.search.budget import Budget
+from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.observations import Observations
+from evener.balancer.search.rows import RowDevices
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Timed, solo
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
 from evener.shares.curves import Cost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
@@ -22,6 +25,11 @@ class Launched(Cost, frozen=True):
     def seconds_for(self, work: Work) -> float:
         """Of the passes of a step."""
         return 0.01 * work.passes
+
+
+def model(problem: Problem, seen: Observations) -> TextModel:
+    budget = Budget(problem, BALANCE, seen)
+    return TextModel(RowDevices(problem, seen, budget), budget)
 
 
 def passes_of(
@@ -104,7 +112,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
                 work = one.work if knows_work else (None, None)
                 one = msgspec.structs.replace(one, device_seconds=(None, None), work=work)
             stored.add(one)
-        exchange = TextModel(search.problem, stored, (0, 1), None).sync_seconds or 0.0
+        exchange = model(search.problem, stored).sync_seconds or 0.0
         assert exchange == pytest.approx(0.05, rel=0.1) if knows_work else exchange >= 0
 
 
@@ -118,7 +126,7 @@ def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
         probe = Probe(layout, "solo", 1.0, turn)
         (seen,) = machine.measure([probe])
         stored.add(seen if fits else OutOfMemory(probe, (0,), "full", 1.0))
-    memory = TextModel(problem, stored, (0,), None).memory(0)
+    memory = model(problem, stored).memory(0)
     assert (memory.ran, memory.failed, memory.failures) == (200, 1000, 2)
 
 
