@@ -66,6 +66,7 @@ class Others:
         self.notes: dict[int, LastNote] = {}  # of the others that have ended
         self._words: str | None = None  # that this rank has left
         self._over = Event()
+        self._computing: list[Thread] = []
         self._thread = Thread(target=self._watch, name="evener-others", daemon=True)
         if self.on_gpu:
             self._thread.start()
@@ -92,9 +93,7 @@ class Others:
         end = time.monotonic() + WAIT_SECONDS * (self.on_gpu or not self._words)  # gloo says itself that a rank left
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
             self._look_soon()
-        self._over.set()  # a thread that is in torch as Python ends would abort the process
-        if self._thread.is_alive():
-            self._thread.join(WAIT_SECONDS)
+        self._over.set()
 
     def _look_soon(self) -> None:
         time.sleep(0.05)
@@ -144,8 +143,15 @@ class Others:
         """A thread that lives until the GPU has computed what it was given; any call may have to wait for that."""
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
+        self._computing.append(thread)
         thread.start()
         return thread
+
+    def join_threads(self) -> None:
+        """Wait for threads that the group's end has freed: one in torch as Python ends would abort the process."""
+        for thread in (self._thread, *self._computing):
+            if thread.is_alive():
+                thread.join(WAIT_SECONDS)
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS) and dist.group.WORLD in (None, self.group):
@@ -208,6 +214,8 @@ def leave_group() -> None:
             dist.distributed_c10d._abort_process_group()  # destroying it waits for ranks that never come
         else:
             dist.destroy_process_group()
+    if others is not None:
+        others.join_threads()
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
