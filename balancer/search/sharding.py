@@ -7,7 +7,6 @@ within the memory that is left. Whole steps show what gathering costs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -16,10 +15,11 @@ import msgspec
 from evener.plan.layout import Knots
 from evener.shares.waterfill import HALVINGS
 
-from ..types import MEASURED_PART, Layout, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
+from ..types import MEASURED_PART, Layout, ModelState, Observation, OutOfMemory, Probe, Problem, Timed, layout_of
 from .budget import Budget
 from .layouts import BALANCE
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
+from .model.memory import UNBOUNDED
 from .observations import Observations
 from .rows import RowDevices
 
@@ -41,47 +41,38 @@ class Sharding:
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
         self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
-        self._seen = seen
+        self._seen, self._state = seen, problem.state or ModelState(0, 0)
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
-        if not self.fits:
-            return ()
-        budget = Budget(self.devices.problem, BALANCE, self._replicas)
-        probes = self.devices.next_probes(budget, True)
+        probes = self.devices.next_probes(self._budget, True) if self.parts is not None else ()
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
     def layouts(self) -> list[Layout]:
         """Whole steps that are worth a race."""
-        if not self.fits or not self.parts:
-            return []
-        return [self._shard(one) for one in self.devices.best_splits() if one.traits.together]
+        found = self.devices.best_splits() if self.parts else []
+        return [self._shard(one) for one in found if one.traits.together]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve, and the rows of a pass that surely fit."""
-        return self.devices.curves(as_rows(layout))
+        return self.devices.curves(layout_of(layout.shares, layout.micro))
 
     # ------------------------------------------------------------------ parts of the state
 
-    @property
-    def fits(self) -> bool:
-        """False if the devices together don't hold the state beside a row each."""
-        return self.parts is not None
-
     @cached_property
     def parts(self) -> tuple[float, ...] | None:
-        """The part of the state that each device holds; empty while unknown, None if it doesn't fit."""
-        problem, needs = self._problem, self._needs
-        known = [need for need in needs if need is not None]
-        if problem.state is None or len(known) < problem.devices:
+        """The part of the state that each device holds; empty while unknown, None if it doesn't fit beside a row."""
+        problem = self._problem
+        needs = [need for need in self._needs if need is not None]
+        if problem.state is None or len(needs) < problem.devices:
             return ()
         limits = [limit for limit in problem.memory_bytes if limit is not None]
         if len(limits) < problem.devices:
             return (1 / problem.devices,) * problem.devices
         full = sum(isinstance(one, OutOfMemory) and one.probe.layout.traits.together for one in self._seen)
         free = (1 - HEADROOM * 2.0**times for times in range(full, -3, -1))
-        found = (share_state([part * limit for limit in limits], known, problem) for part in free)
+        found = (share_state([part * limit for limit in limits], needs, problem) for part in free)
         return next((parts for parts in found if parts), None)
 
     @cached_property
@@ -96,13 +87,13 @@ class Sharding:
         return [self._need(read_device(first, position)) for position in range(self._problem.devices)]
 
     def _need(self, device: DeviceEvidence) -> Need | None:
-        state, memory = self._problem.state, device.memory
-        if not device.alone or state is None:
+        gathered, memory = self._state.gathered_bytes, device.memory
+        if not device.alone:
             return None
         if not memory.points:
-            return Need(state.gathered_bytes, 0.0, device.best_rate)
+            return Need(gathered, 0.0, device.best_rate)
         batch, used = memory.points[-1]
-        base = min(used, state.gathered_bytes) if memory.line is None else memory.line[0]
+        base = min(used, gathered) if memory.line is None else memory.line[0]
         return Need(base, max(0.0, used - base) / batch, device.best_rate)
 
     # ------------------------------------------------------------------ rows, as in a training of whole models
@@ -110,20 +101,17 @@ class Sharding:
     @cached_property
     def devices(self) -> RowDevices:
         """The devices as if each held the model in what its part of the state leaves."""
-        problem = self._reduced_problem
-        budget = Budget(problem, BALANCE, self._replicas)
-        return RowDevices(problem, self._replicas, budget)
+        return RowDevices(self._reduced_problem, self._replicas, self._budget)
+
+    @cached_property
+    def _budget(self) -> Budget:
+        return Budget(self._reduced_problem, BALANCE, self._replicas)
 
     @cached_property
     def _reduced_problem(self) -> Problem:
-        state, parts = self._problem.state, self.parts
-        if state is None or not parts:
-            return self._problem
-        limits = (
-            size if size is None else max(1, size - round(part * state.state_bytes))
-            for size, part in zip(self._problem.memory_bytes, parts, strict=True)
-        )
-        return msgspec.structs.replace(self._problem, memory_bytes=tuple(limits))
+        parts = self.parts or (0.0,) * self._problem.devices
+        left = self._without_state(self._problem.memory_bytes, parts)
+        return msgspec.structs.replace(self._problem, memory_bytes=left)
 
     @cached_property
     def _replicas(self) -> Observations:
@@ -133,34 +121,27 @@ class Sharding:
                 known.add(self._as_rows(one))
         return known
 
+    def _without_state(self, sizes: Sequence[int | None], parts: Sequence[float]) -> tuple[int | None, ...]:
+        """The bytes of each device without its part of the state."""
+        held = [round(part * self._state.state_bytes) for part in parts]
+        return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
+
     def _as_rows(self, one: Observation) -> Observation:
-        """An observation without the state that the devices held."""
+        """An observation as if each device held the model, without the state that it held."""
         layout, stage = one.probe.layout, "split" if one.probe.layout.traits.together else "solo"
-        probe = msgspec.structs.replace(one.probe, layout=as_rows(layout), stage=stage)
-        changes: dict[str, object] = {"probe": probe}
-        if isinstance(one, Timed):
-            held = layout.state or (MEASURED_PART,) * len(layout.shares)
-            state = self._problem.state.state_bytes if self._problem.state else 0
-            changes["memory_bytes"] = tuple(
-                used if used is None else max(0, used - round(part * state))
-                for used, part in zip(one.memory_bytes, held, strict=True)
-            )
-        return msgspec.structs.replace(one, **changes)
+        probe = msgspec.structs.replace(one.probe, layout=layout_of(layout.shares, layout.micro), stage=stage)
+        if not isinstance(one, Timed):
+            return msgspec.structs.replace(one, probe=probe)
+        held = layout.state or (MEASURED_PART,) * len(layout.shares)
+        return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one.memory_bytes, held))
 
     def _as_sharded(self, probe: Probe) -> Probe:
-        stage = "shard" if probe.layout.traits.together else "part"
-        return msgspec.structs.replace(probe, layout=self._shard(probe.layout), stage=stage)
+        if probe.layout.traits.together:
+            return msgspec.structs.replace(probe, layout=self._shard(probe.layout), stage="shard")
+        return msgspec.structs.replace(probe, layout=msgspec.structs.replace(probe.layout, kind="part"), stage="part")
 
     def _shard(self, layout: Layout) -> Layout:
-        together = layout.traits.together
-        return msgspec.structs.replace(
-            layout, kind="shard" if together else "part", state=(self.parts or ()) if together else ()
-        )
-
-
-def as_rows(layout: Layout) -> Layout:
-    """The layout with the same rows of a model that each device holds."""
-    return layout_of(layout.shares, layout.micro)
+        return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
 
 
 def share_state(limits: Sequence[float], needs: Sequence[Need], problem: Problem) -> tuple[float, ...] | None:
@@ -170,26 +151,27 @@ def share_state(limits: Sequence[float], needs: Sequence[Need], problem: Problem
     """
     assert problem.state is not None
     state, speed = problem.state.state_bytes, sum(need.rate for need in needs)
-    free = [limit - need.base_bytes for limit, need in zip(limits, needs, strict=True)]
     whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
 
     def leave(batch: float) -> list[float]:
         rows = [max(problem.multiple_of, batch * need.rate / speed) for need in needs]
+        free = [limit - need.base_bytes for limit, need in zip(limits, needs, strict=True)]
         return [
             min(size - need.row_bytes * count, limit * whole)
             for size, need, count, limit in zip(free, needs, rows, limits, strict=True)
         ]
 
-    fitting = [
-        size / need.row_bytes / need.rate * speed for size, need in zip(free, needs, strict=True) if need.row_bytes
-    ]
-    low, high = 0.0, min((*fitting, problem.global_batch or problem.max_global_batch or math.inf))
-    high = 0.0 if math.isinf(high) else max(high, 0.0)
-    if min(leave(low)) <= 0 or sum(leave(low)) < state:
+    def is_short(batch: float) -> bool:
+        return min(leave(batch)) <= 0 or sum(leave(batch)) < state
+
+    low, high = 0.0, float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
+    if is_short(low):
         return None
+    if not is_short(high):
+        low = high
     for _ in range(HALVINGS):
-        middle = high if low == 0.0 and sum(leave(high)) >= state else (low + high) / 2
-        low, high = (middle, high) if sum(leave(middle)) >= state else (low, middle)
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_short(middle) else (middle, high)
     left = leave(low)
     parts = [round(size / sum(left), DIGITS) for size in left]
     return (*parts[:-1], round(1 - sum(parts[:-1]), DIGITS))
