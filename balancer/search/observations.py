@@ -83,17 +83,12 @@ class Observations:
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
-    def at(self, probe: Probe) -> Observation | None:
-        """The observation of a probe; None if there is none, or it failed and is worth another try."""
-        seen = self._seen.get(probe)
-        return None if isinstance(seen, Failed) and not self.final(seen) else seen
-
     def in_stage(self, *stages: Stage) -> list[Observation]:
         """The settled observations of some stages, one after the other, each in the order of its probes."""
         for stage in stages:
             if stage not in self._settled:
-                probes = sorted((p for p in self._seen if p.stage == stage), key=order_probe)
-                self._settled[stage] = [seen for p in probes if (seen := self.at(p)) is not None]
+                own = (seen for seen in self._seen.values() if seen.probe.stage == stage and not self._is_open(seen))
+                self._settled[stage] = sorted(own, key=lambda one: order_probe(one.probe))
         return [seen for stage in stages for seen in self._settled[stage]]
 
     def timed(self, *stages: Stage) -> list[Timed]:
@@ -179,15 +174,15 @@ class Observations:
 
     # ------------------------------------------------------------------ failures and costs
 
-    def final(self, seen: Failed) -> bool:
-        """True if another try is pointless: the probe had its tries, or the workload's own code raised."""
-        own_code = seen.cause == "unsupported" or (seen.cause == "raised" and seen.probe.stage == "solo")
-        return own_code or len(self._failures[seen.probe]) >= TRIES
+    def _is_open(self, seen: Observation) -> bool:
+        """True if it failed and is worth another try: it has tries left, and the workload's own code didn't raise."""
+        if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
+            return False
+        return seen.cause != "unsupported" and (seen.cause != "raised" or seen.probe.stage != "solo")
 
     def open_failures(self) -> list[Probe]:
         """Probes that failed once and are worth another try."""
-        failed = (seen for seen in self._seen.values() if isinstance(seen, Failed) and not self.final(seen))
-        return sorted((seen.probe for seen in failed), key=order_probe)
+        return sorted((seen.probe for seen in self._seen.values() if self._is_open(seen)), key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Seconds of the probes of some stages or all; of those that run at the same time only the longest counts.

@@ -30,7 +30,7 @@ SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends:
 MOST_SIZES = 15  # that are tried: ten up to the most, and halving a gap of 34 ends after five
 MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
 
-Rates = Mapping[int, float | None]  # trainings -> combined samples/s; None: did not run
+Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
@@ -74,15 +74,13 @@ class Packing:
         return {size: list(tries) for size, tries in groupby(self.seen, lambda one: one.probe.layout.processes)}
 
     @cached_property
-    def _rates(self) -> dict[int, float | None]:
-        """Combined samples/s by number of trainings; None where they failed and no smaller batch is worth trying."""
-        rates: dict[int, float | None] = {1: self._model.single_rate(self._single)}
+    def _rates(self) -> dict[int, float]:
+        """Combined samples/s by number of trainings; 0 where they failed and no smaller batch is worth trying."""
+        rates = {1: self._model.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
-            if timed:
-                rates[size] = max(timed)
-            elif not self._may_retreat(size):
-                rates[size] = None
+            if timed or not self._may_retreat(size):
+                rates[size] = max(timed, default=0.0)
         return rates
 
     def _rate_of(self, layout: Layout) -> float:
@@ -135,7 +133,7 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     if best is None:
         return None if tried else 1
     slower = sum(size > best for size in sizes)
-    if slower < SIZES_WITHOUT_GAIN and sizes[-1] < most and tried[sizes[-1]] is not None:
+    if slower < SIZES_WITHOUT_GAIN and sizes[-1] < most and tried[sizes[-1]]:
         return min(max(2, sum(sizes[-2:])), most)
     place = sizes.index(best)
     nearest = sizes[max(0, place - 1) : place + 2] if len(sizes) < MOST_SIZES else []
@@ -145,8 +143,5 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
     """The fewest trainings within the tolerance of the best; None if none ran."""
-    ran = {size: rate for size, rate in tried.items() if rate is not None}
-    if not ran:
-        return None
-    top = max(ran.values())
-    return min(size for size, rate in ran.items() if rate >= top * (1 - tolerance))
+    top = max(tried.values(), default=0.0)
+    return min((size for size, rate in tried.items() if rate and rate >= top * (1 - tolerance)), default=None)

@@ -13,7 +13,7 @@ import msgspec
 
 from evener.plan.layout import Knots
 
-from ..families import PACK, PackMode, family_of
+from ..families import PACK, family_of
 from ..objectives import find_objective
 from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
 from .budget import Budget
@@ -322,10 +322,6 @@ class Search:
         refused = [failure for _, packing in self.race.packings if (failure := packing.refused())]
         packs = [(Candidate(PACK, failure.probe.layout), failure) for failure in refused]
         return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
-
-    def packs(self) -> dict[PackMode, tuple[Observation, ...]]:
-        """The observations of packs of growing size, by mode."""
-        return {mode: packing.seen for mode, packing in self.race.packings}
 
 
 def result_of(one: Standing) -> Result:

@@ -87,7 +87,8 @@ def against(one: Standing) -> str:
 def packing_tables(found: Search) -> list[Table]:
     """Combined throughput and the time of each training, by the number of concurrent trainings."""
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
-    return [Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in found.packs().items()]
+    packs = ((mode, packing.seen) for mode, packing in found.race.packings)
+    return [Table(f"packing{MODES[mode]}", [heads, *map(_pack_row, seen)], 0) for mode, seen in packs]
 
 
 def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
@@ -128,8 +129,8 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
             {"name": title, **_standing_json(found, one)} for title, one in zip(titles, standings, strict=True)
         ],
         "packing": [
-            {"mode": mode or "processes", "measured": [_pack_json(one) for one in seen]}
-            for mode, seen in found.packs().items()
+            {"mode": mode or "processes", "measured": [_pack_json(one) for one in packing.seen]}
+            for mode, packing in found.race.packings
         ],
     }
 

@@ -171,7 +171,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     enough = float(sentence.partition("--budget ")[2].partition("s should")[0])
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
-    tried = [seen.probe.layout for packs in again.packs().values() for seen in packs]
+    tried = [seen.probe.layout for _, packing in again.race.packings for seen in packing.seen]
     larger = [one.layout for one in search.ungrown()]
     assert larger
     for layout in larger:
@@ -200,7 +200,10 @@ def test_modes_of_packing_grow_in_step() -> None:
 def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: float | None) -> None:
     """Their children are started once, with as many trainings as ran best."""
     search, prober = packed(budget, 2.0, "", "logical")
-    best = max(search.packs()[""], key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0)
+    best = max(
+        dict(search.race.packings)[""].seen,
+        key=lambda seen: seen.samples_per_second if isinstance(seen, Timed) else 0.0,
+    )
     sizes = {probe.layout.processes for probe in prober.asked if probe.layout.placement == "logical"}
     assert len(sizes) == 1
     assert abs(sizes.pop() - best.probe.layout.processes) <= 1, "of equals the fewest"

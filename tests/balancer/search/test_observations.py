@@ -66,10 +66,10 @@ def test_of_two_on_one_probe_the_worse_news_counts() -> None:
     at = alone(8)
     ran, quicker, longer = timed(at), timed(at, 0.09), timed(at, steps=30)
     for order in ((ran, longer, full(at, 0), failed(at, 0)), (full(at, 0), failed(at, 0), longer, ran)):
-        assert store(*order).at(at) == full(at, 0)
-    assert store(ran, longer).at(at) == store(longer, ran).at(at) == longer
-    assert store(ran, quicker).at(at) == store(quicker, ran).at(at) == quicker
-    assert store(failed(at, 0), ran).at(at) == ran
+        assert store(*order).in_stage("solo") == [full(at, 0)]
+    assert store(ran, longer).in_stage("solo") == store(longer, ran).in_stage("solo") == [longer]
+    assert store(ran, quicker).in_stage("solo") == store(quicker, ran).in_stage("solo") == [quicker]
+    assert store(failed(at, 0), ran).in_stage("solo") == [ran]
 
 
 def test_what_says_nothing_new_changes_nothing() -> None:
@@ -92,11 +92,11 @@ def test_the_order_of_telling_decides_no_order_of_probes() -> None:
 def test_a_failure_is_open_until_it_had_its_tries() -> None:
     at = alone(8)
     found = store(failed(at, 0))
-    assert found.at(at) is None
+    assert found.in_stage("solo") == []
     assert found.open_failures() == [at]
     found.add(failed(at, 0))
     assert TRIES == 2
-    assert found.at(at) is not None
+    assert found.in_stage("solo") == [failed(at, 0)]
     assert found.open_failures() == []
     unsupported = store(failed(at, 0, cause="unsupported"))
     assert unsupported.open_failures() == []
