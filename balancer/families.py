@@ -143,6 +143,14 @@ def device_counts(devices: int) -> tuple[int, ...]:
     return (*counts, devices) if devices > 1 else ()
 
 
+def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Layout | None:
+    """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
+    if batch // quantum < len(positions) or batch % quantum:
+        return None
+    quanta = dict(zip(positions, even(batch // quantum, len(positions)), strict=True))
+    return Layout("split", tuple(quanta.get(i, 0) * quantum for i in range(devices)))
+
+
 def is_even(layout: Layout, quantum: int = 1) -> bool:
     """True if the shares of the active devices are rows and differ by at most one quantum."""
     active = [layout.shares[i] for i in layout.active]
@@ -256,10 +264,8 @@ class PackFamily(Family):
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """The model's parts on the first devices; the shares only say who takes part. None if there are too few."""
     used = min(devices, placement.devices)
-    if used < 2 or batch < used:
-        return None
-    shares = (*even(batch, used), *[0] * (devices - used))
-    return Layout("place", shares, placement=placement.name)
+    spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
+    return spread and msgspec.structs.replace(spread, kind="place", placement=placement.name)
 
 
 class PlaceFamily(Family):

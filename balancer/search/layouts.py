@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from evener.plan.layout import Knots
-from evener.shares.whole_rows import even
 
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
@@ -67,14 +66,6 @@ class Candidate(msgspec.Struct, frozen=True):
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (len(layout.knobs), further, self.family.simplicity, len(layout.active), layout.processes)
-
-
-def split_evenly(devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1) -> Layout | None:
-    """The batch spread evenly over some devices, in whole quanta; None if it has too few for them."""
-    if batch // quantum < len(positions) or batch % quantum:
-        return None
-    quanta = dict(zip(positions, even(batch // quantum, len(positions)), strict=True))
-    return Layout("split", tuple(quanta.get(i, 0) * quantum for i in range(devices)))
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:

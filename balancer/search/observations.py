@@ -117,11 +117,6 @@ class Observations:
             found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
         return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
 
-    def turns_taken(self, layout: Layout, stage: Stage) -> set[int]:
-        """The numbers of all its turns, those in which a device was held back too."""
-        raced = {one.probe.turn for one in self.timed_in(layout, stage)}
-        return raced | set(self.turns(layout, stage))
-
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """The checks of a layout and its turns since, if they are surely slower than before: something changed."""
         checked = [one for one in timed if one.probe.stage == "check"]
@@ -210,8 +205,7 @@ class Observations:
 
     def recovered(self, position: int) -> bool:
         """True if the device was raced and not held back in its last turn."""
-        raced = self.raced(position)
-        return bool(raced) and not raced[-1].held_back(position)
+        return any(not one.held_back(position) for one in self.raced(position)[-1:])
 
     def raced(self, position: int) -> list[Timed]:
         """The turns of the race and the checks in which the device took part."""

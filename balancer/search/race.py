@@ -137,11 +137,13 @@ class Race:
 
     def _next_turn(self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False) -> tuple[Probe, ...]:
         """The next rival of the open turn, or of a new one; all of them take part if it is `settled` who won."""
-        turns = {one.layout: self.seen.turns_taken(one.layout, stage) for one in rivals}
-        now = max((turn for taken in turns.values() for turn in taken), default=FIRST_TURN)
+        taken = {one.layout: set(self.seen.turns(one.layout, stage)) for one in rivals}
+        for layout, turns in taken.items():  # in some of them a device was held back
+            turns.update(seen.probe.turn for seen in self.seen.timed_in(layout, stage))
+        now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
             running = rivals if settled else self._running_in(rivals, stage, turn)
-            due = [one.layout for one in running if turn not in turns[one.layout]]
+            due = [one.layout for one in running if turn not in taken[one.layout]]
             if due:
                 break
         else:

@@ -9,11 +9,11 @@ from evener.plan.layout import Knots
 from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation
 
-from ..families import device_counts
+from ..families import device_counts, split_evenly
 from ..objectives import Objective, find_objective
 from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
-from .layouts import NO_CURVE, same_measurement, split_evenly
+from .layouts import NO_CURVE, same_measurement
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions

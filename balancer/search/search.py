@@ -229,8 +229,8 @@ class Search:
     def _still_run(self) -> list[Layout]:
         """Every layout that ran as one whole training and may run again; all that ran, if none may."""
         found = self._seen.timed("solo", "rest", "split", "shard", "race")
-        trainings = [(one, one.probe.layout) for one in found if one.probe.layout.traits.by_shares]
-        ran = [one for one, layout in trainings if self.devices.is_training(layout) and self._turns(layout)]
+        trainings = [one for one in found if one.probe.layout.traits.by_shares]
+        ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
         return list(dict.fromkeys(one.probe.layout for one in self._seen.still_fit(ran) or ran))
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
@@ -262,12 +262,10 @@ class Search:
 
     def best_single(self) -> Result | None:
         """The best single device: as raced, else the fastest measured at the global batch asked for."""
-        standing = next((one for one in self.ranking() if one.candidate.layout.traits.alone), None)
-        if standing is not None:
-            return result_of(standing)
+        raced = [result_of(one) for one in self.ranking() if one.candidate.layout.traits.alone]
         batch = self.problem.global_batch
-        alone = [one for one in self.solos() if one and (batch is None or one.layout.global_batch == batch)]
-        return max(alone, key=lambda one: one.throughput.value, default=None)
+        alone = [one for one in self.solos() if one and batch in (None, one.layout.global_batch)]
+        return raced[0] if raced else max(alone, key=lambda one: one.throughput.value, default=None)
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """The turns that a layout took, to say where its time went."""

@@ -15,10 +15,11 @@ import msgspec
 
 from evener.plan.layout import Knots
 
+from ..families import split_evenly
 from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
 from .decisions import explain_too_long
-from .layouts import NO_CURVE, RETREATS, split_evenly
+from .layouts import NO_CURVE, RETREATS
 from .model.step_time import WIDE
 from .observations import MOST_TURNS
 from .solo_stage import SMALL

@@ -8,11 +8,11 @@ from typing import cast
 import msgspec
 import pytest
 
-from evener.balancer.families import Placement, find_family, pack_on, place_on
+from evener.balancer.families import Placement, find_family, pack_on, place_on, split_evenly
 from evener.balancer.result.rivals import Rival, describe, describe_all, find_larger, list_rivals
 from evener.balancer.result.verdict import find_verdict, waiting_share
 from evener.balancer.result.words import say, say_all, write_verdict
-from evener.balancer.search.layouts import Candidate, split_evenly
+from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
 from evener.balancer.types import Interval, Layout, Probe, Result, Timed, layout_of, solo

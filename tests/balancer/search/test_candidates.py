@@ -15,8 +15,9 @@ from evener.balancer.families import (
     is_even,
     pack_on,
     place_on,
+    split_evenly,
 )
-from evener.balancer.search.layouts import Candidate, LayoutOptions, shrink, split_evenly
+from evener.balancer.search.layouts import Candidate, LayoutOptions, shrink
 from evener.balancer.search.rows import PARTS
 from evener.balancer.search.search import Search
 from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.families import find_family, pack_on
-from evener.balancer.search.layouts import TIE, Candidate, split_evenly
+from evener.balancer.families import find_family, pack_on, split_evenly
+from evener.balancer.search.layouts import TIE, Candidate
 from evener.balancer.search.model.evidence import relative_error
 from evener.balancer.search.ranking import (
     PROBE_DRIFT,
