@@ -108,9 +108,8 @@ class Race:
         if not self._budget.affords(layout, "race", reserved=knobs):
             return ()
         stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
-        left = self._unmeasured
-        others = self._budget.total_seconds(one.layout for one in left if one.layout != layout and not one.extra)
-        probes = len(left) + (ENOUGH_TURNS - 1) * len(self.turns)
+        others = self._budget.total_seconds(one.layout for one in self.unmeasured if one.layout != layout)
+        probes = len(self._unmeasured) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self.options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
         return (Probe(layout, stage, seconds, FIRST_TURN),)

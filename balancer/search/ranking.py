@@ -85,12 +85,12 @@ class Standing(msgspec.Struct, frozen=True):
 def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> tuple[Standing, ...]:
     """Every layout that ran: the winner, then the others by throughput."""
     ran = [one for one in candidates if turns.get(one.layout)]
+    ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
         return ()
     winner = choose_winner(ran, turns, problem)
-    others = [one for one in ran if one is not winner]
-    others.sort(key=lambda one: throughput(turns[one.layout]).value, reverse=True)
-    return (_standing(winner, None, turns), *(_standing(one, winner, turns) for one in others))
+    others = (_standing(one, winner, turns) for one in ran if one is not winner)
+    return (_standing(winner, None, turns), *others)
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:

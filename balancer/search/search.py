@@ -153,14 +153,14 @@ class Search:
     @cached_property
     def model(self) -> RowDevices:
         """The curves and limits of the devices, and what they say if all rows cost the same."""
-        return RowDevices(self.problem, self._seen, self._first_budget)
+        return RowDevices(self.problem, self._seen, self.budget)
 
     @cached_property
     def devices(self) -> RowDevices | TextDevices:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
             return self.model
-        return TextDevices(self.model, self._first_budget)
+        return TextDevices(self.model, self.budget)
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -179,13 +179,9 @@ class Search:
         return Sharding(problem, self._seen.sharded)
 
     @cached_property
-    def _first_budget(self) -> Budget:
-        return Budget(self.problem, self.options, self._seen)
-
-    @cached_property
     def budget(self) -> Budget:
         """The part of the budget that is left."""
-        return Budget(self.problem, self.options, self._seen, predict_rate=self.devices.predicted_rate)
+        return Budget(self.problem, self.options, self._seen, predict_rate=lambda one: self.devices.predicted_rate(one))
 
     @cached_property
     def race(self) -> Race:
