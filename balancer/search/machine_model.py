@@ -60,6 +60,8 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 class MachineModel:
     """A model of the machine by one set of observations."""
 
+    by_rows = True  # devices take rows in the order of the data: packs and placements can train so too
+
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
         self.problem, self.seen, self.quantum = problem, seen, problem.multiple_of
         evidence = [read_device(seen, i) for i in range(problem.devices)]
@@ -77,8 +79,8 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration ran."""
-        return tuple(self.seen.timed("split"))
+        """Every split of rows, or of lengths, that exploration ran."""
+        return tuple(one for one in self.seen.timed("split") if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
@@ -105,29 +107,37 @@ class MachineModel:
     def sync_seconds(self) -> float | None:
         """The cost for as many devices as the widest split that ran, if any did."""
         widest = max((one.probe.layout for one in self.splits), key=lambda one: len(one.active), default=None)
-        return self._exchange_seconds(widest) if widest else None
+        return self.exchange_seconds(widest.active) if widest else None
 
-    def _exchange_seconds(self, layout: Layout) -> float:
-        return self.exchange.on(self._count_hosts(layout))[len(layout.active)]
+    def exchange_seconds(self, positions: Sequence[int]) -> float:
+        """The seconds of exchange among some devices; 0 for one of them."""
+        return self.exchange.on(self._count_hosts(positions))[len(positions)]
 
-    def _count_hosts(self, layout: Layout) -> int:
-        return len({self.hosts[i] for i in layout.active})
+    def network_seconds(self, hosts: int) -> float:
+        """The seconds that exchange over `hosts` hosts takes beyond that on one."""
+        return self.exchange.across[hosts]
+
+    def _count_hosts(self, positions: Sequence[int]) -> int:
+        return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        layout = split.probe.layout
-        own = [seconds for i in layout.active if (seconds := split.device_seconds[i])]
-        if len(own) < len(layout.active):
-            devices = [self.devices[i] for i in layout.active]
-            own = [one.seconds(layout, curve) for one in devices if (curve := one.alone)]
+        active = split.probe.layout.active
+        own = [seconds for i in active if (seconds := split.device_seconds[i])]
+        longest = max(own if len(own) == len(active) else self.predict_parts(split), default=0.0)
         error = relative_error(split) * split.step_seconds
-        return len(layout.active), self._count_hosts(layout), split.step_seconds - max(own, default=0.0), error
+        return len(active), self._count_hosts(active), split.step_seconds - longest, error
+
+    def predict_parts(self, split: Timed) -> list[float]:
+        """The seconds of devices' own parts of a split's step, by what they did alone."""
+        layout, devices = split.probe.layout, [self.devices[i] for i in split.probe.layout.active]
+        return [one.seconds(layout, curve) for one in devices if (curve := one.alone)]
 
     def predicted_rate(self, layout: Layout) -> float:
         """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
         devices = [self.devices[i] for i in layout.active]
         curves = [one.in_splits if len(devices) > 1 else one.alone for one in devices]
         times = [one.seconds(layout, curve) for one, curve in zip(devices, curves, strict=True) if curve]
-        seconds = max(times) + self._exchange_seconds(layout) if len(times) == len(devices) else math.inf
+        seconds = max(times) + self.exchange_seconds(layout.active) if len(times) == len(devices) else math.inf
         return layout.global_batch / seconds if seconds > 0 else 0.0
 
     # ------------------------------------------------------------------ memory

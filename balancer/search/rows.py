@@ -31,8 +31,6 @@ MOST_TO_COMBINE = 6  # devices, of which all 56 sets of some are tried; of more,
 class RowDevices(Predictions):
     """Devices whose time follows from their number of rows."""
 
-    by_rows = True  # they take rows in the order of the data: packs and placements can train so too
-
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
         """The next batch of every device alone, else the next split or device at rest."""
         if probes := SoloStage(self, budget).next_probes():
@@ -48,10 +46,6 @@ class RowDevices(Predictions):
         """A device alone in passes is no choice for a free batch: no gain over fewer passes of a smaller batch."""
         alone = not self.problem.all_together and (self.problem.global_batch is not None or not layout.in_passes)
         return layout.traits.together or alone
-
-    def network_seconds(self, hosts: int) -> float:
-        """The seconds that exchange over `hosts` hosts takes beyond that on one."""
-        return self.exchange.across[hosts]
 
     def apart_seconds(self, layout: Layout) -> float | None:
         """The longest that a device would take alone for its share; None if none of them ran alone."""

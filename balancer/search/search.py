@@ -160,7 +160,7 @@ class Search:
         """The model of the devices: by the lengths of rows, or by their number if no unequal lengths are known."""
         if not self.problem.lengths:
             return self.model
-        return TextDevices(self.model, self.budget)
+        return TextDevices(self.problem, self._seen, self.budget)
 
     @cached_property
     def sharding(self) -> Sharding | None:

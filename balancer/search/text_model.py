@@ -6,7 +6,7 @@ Predictions assign batches drawn from the lengths of the data, as the training's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from statistics import fmean
 
@@ -16,13 +16,14 @@ from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
-from ..types import Layout, Observation, OutOfMemory, Timed
+from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .budget import Budget
 from .layouts import RETREAT, TIE
+from .machine_model import MachineModel
 from .model.evidence import CLEAR, group_by, is_noise, relative_error
 from .model.memory import SAFE_SHARE, Memory, read_memory
+from .observations import Observations
 from .ranking import LEAST_RATE
-from .rows import RowDevices
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
@@ -49,17 +50,16 @@ class StepCost(msgspec.Struct, frozen=True):
         return StepCost(factor * self.step_s, slower)
 
 
-def fit_step_cost(points: Iterable[WorkPoint]) -> StepCost | None:
+def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     """The cost that explains the points; None with too few.
 
     What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's: passes that were taken to
     be free would be cut ever smaller.
     """
-    found = list(points)
-    if len(found) < len(Cost.__struct_fields__):
+    if len(points) < len(Cost.__struct_fields__):
         return None
-    works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in found]
-    seconds, errors = [one.seconds for one in found], [one.error * one.seconds for one in found]
+    works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
+    seconds, errors = [one.seconds for one in points], [one.error * one.seconds for one in points]
     rates, missed = fit_rates([(0.0, *work) for work in works], seconds, errors)
     with_steps, less = fit_rates([(1.0, *work) for work in works], seconds, errors)
     step_s, *of_passes = with_steps if less < missed - CLEAR**2 else rates
@@ -116,12 +116,14 @@ LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 
-class TextModel:
+class TextModel(MachineModel):
     """The costs by one set of observations, over the devices that are left."""
 
-    def __init__(self, rows: RowDevices, budget: Budget) -> None:
-        self.problem, self.seen, self._budget = rows.problem, rows.seen, budget
-        self.live, self._hosts = rows.live, rows.hosts
+    by_rows = False
+
+    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
+        super().__init__(problem, seen, budget)
+        self._longest_step = budget.longest_step()
 
     # ------------------------------------------------------------------ what was seen
 
@@ -129,11 +131,6 @@ class TextModel:
         """The observations of a device alone with rows of one length, or of a batch assigned by cost."""
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]
-
-    @cached_property
-    def splits(self) -> list[Timed]:
-        """Every split of exploration that was assigned by cost, in order."""
-        return [one for one in self.seen.timed("split") if one.probe.layout.costs]
 
     @cached_property
     def usual_length(self) -> int:
@@ -147,7 +144,7 @@ class TextModel:
         """Each device's cost as its own process, while the others are busy too; indistinguishable ones share one."""
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
-            cost = fit_step_cost(point for i in group for point in self._points(i).values())
+            cost = fit_step_cost([point for i in group for point in self._points(i).values()])
             found.update(dict.fromkeys(group, cost))
         return tuple(map(found.get, range(self.problem.devices)))
 
@@ -185,23 +182,10 @@ class TextModel:
         """The costs of some devices in a split, or of one alone."""
         return [one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])]
 
-    def _sync(self, positions: Sequence[int]) -> float:
-        """The seconds of a split's step beyond the longest own work, over as many hosts; 0 before one was measured."""
-        over, hosts = [], len({self._hosts[i] for i in positions})
-        for one in self.splits:
-            if len({self._hosts[i] for i in one.probe.layout.active}) == hosts:
-                own = [self._own_seconds(one, i) for i in one.probe.layout.active]
-                over.append(max(0.0, one.step_seconds - max(own)))
-        return fmean(over) if over else 0.0
-
-    @property
-    def sync_seconds(self) -> float | None:
-        """The cost of keeping as many devices in step as the last split has; None before one was measured."""
-        return self._sync(self.splits[-1].probe.layout.active) if self.splits else None
-
-    def _own_seconds(self, seen: Timed, position: int) -> float:
-        cost, work = self.alone[position], _work(seen, position)
-        return seen.device_seconds[position] or (cost.seconds(work) if cost and work else 0.0)
+    def predict_parts(self, split: Timed) -> list[float]:
+        """The seconds of devices' own parts of a split's step, by what they did alone."""
+        works = ((self.alone[i], _work(split, i)) for i in split.probe.layout.active)
+        return [cost.seconds(work) for cost, work in works if cost and work]
 
     # ------------------------------------------------------------------ memory
 
@@ -260,7 +244,7 @@ class TextModel:
         """The predicted time of one step."""
         beside = [one.step_s for one in self._of(positions)]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
-        return fmean(steps) + (self._sync(positions) if len(positions) > 1 else 0.0)
+        return fmean(steps) + self.exchange_seconds(positions)
 
     def same_dealing(self, one: Layout, other: Layout) -> bool:
         """True if no measurement could tell apart how two layouts assign rows: their costs differ by one factor."""
@@ -283,7 +267,7 @@ class TextModel:
     @cached_property
     def best_split(self) -> Layout | None:
         """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
-        hosts = ([i for i in self.able if self._hosts[i] == host] for host in sorted(set(self._hosts)))
+        hosts = ([i for i in self.able if self.hosts[i] == host] for host in sorted(set(self.hosts)))
         groups = [group for group in (self.able, *hosts) if len(group) > 1 and self.can_hold(group)]
         found = map(self._without_idle, groups)
         fastest = min(found, key=lambda group: self.seconds(group, self.batch), default=None)
@@ -308,7 +292,7 @@ class TextModel:
         least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
         sizes = sorted({min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())})
         seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
-        longest = max(self._budget.longest_step(), seconds[sizes[0]])
+        longest = max(self._longest_step, seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
         return min(batch for batch, rate in rates.items() if rate >= max(rates.values()) * (1 - problem.tolerance))
 

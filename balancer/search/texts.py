@@ -34,8 +34,6 @@ PASS_SECONDS = 2.0  # the longest probe of passes of one length: seven of them m
 class TextDevices(TextModel):
     """Devices whose time follows from the lengths of their rows."""
 
-    by_rows = False
-
     def next_probes(self, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
         """The next passes of every device alone, else the next global batch on each, else the next split."""
         return TextStage(self, budget, with_splits).next_probes()
@@ -47,10 +45,6 @@ class TextDevices(TextModel):
     def is_training(self, layout: Layout) -> bool:
         """A device alone with a few rows is no training."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
-
-    def network_seconds(self, _hosts: int) -> float:
-        """0: exchange over hosts can't be distinguished from other exchange."""
-        return 0.0
 
     def apart_seconds(self, _layout: Layout) -> float | None:
         """None: what devices take alone for their rows isn't known."""
@@ -71,7 +65,7 @@ class TextDevices(TextModel):
 
     def best_splits(self) -> list[Layout]:
         """The last split that exploration measured, and the fastest."""
-        ran = self.seen.still_fit(self.splits)
+        ran = self.fitting_splits
         if not ran:
             return []
         fastest = max(ran, key=lambda one: one.samples_per_second)

@@ -204,7 +204,7 @@ def test_passes_are_not_taken_to_be_free() -> None:
     works = [Work(row[2], *row[1:]) for row in ROWS]
     points = [WorkPoint(work, true.seconds(work), 0.01) for work in works]
     whole = fit_step_cost(points)
-    unsure = fit_step_cost(point for point in points if point.work.passes == 1)
+    unsure = fit_step_cost([point for point in points if point.work.passes == 1])
     assert whole is not None
     assert whole.step_s == pytest.approx(0.004, rel=0.01)
     assert whole.cost.fixed_s == pytest.approx(0.002, rel=0.01)
@@ -221,7 +221,7 @@ def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple
     best = search.best()
     assert best is not None
     assert best.layout.active == devices
-    assert search.devices.network_seconds(2) == 0, "it can't be distinguished from other exchange"
+    assert search.devices.network_seconds(2) == pytest.approx(across_s, abs=0.003)
 
 
 @pytest.mark.parametrize("budget", [20.0, 25.0, 40.0])

@@ -8,7 +8,6 @@ import pytest
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.rows import RowDevices
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
 from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
@@ -28,8 +27,7 @@ class Launched(Cost, frozen=True):
 
 
 def model(problem: Problem, seen: Observations) -> TextModel:
-    budget = Budget(problem, BALANCE, seen)
-    return TextModel(RowDevices(problem, seen, budget), budget)
+    return TextModel(problem, seen, Budget(problem, BALANCE, seen))
 
 
 def passes_of(
