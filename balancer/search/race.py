@@ -40,6 +40,7 @@ class Race:
         self.shards = shards
         self.options, self._devices, self._budget = options, devices, budget
         self._problem, self.seen = devices.problem, devices.seen
+        self.devices = self._problem.devices
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next measurement; empty when the race is over."""
@@ -242,11 +243,6 @@ class Race:
         return kept
 
     # ------------------------------------------------------------------ what families choose by
-
-    @property
-    def devices(self) -> int:
-        """The number of devices."""
-        return self._problem.devices
 
     @cached_property
     def singles(self) -> Sequence[Layout]:

@@ -51,8 +51,6 @@ class Difference(msgspec.Struct, frozen=True):
     def expected_gain(self, more_turns: float = 0.0) -> float:
         """The expected gain of switching to the layout, at least 0, after `more_turns` with the same mean."""
         error = self.deviation / math.sqrt(self.turns + more_turns)
-        if error <= 0:
-            return max(0.0, self.value)
         z = self.value / error
         return error * NormalDist().pdf(z) + self.value * NormalDist().cdf(z)
 
@@ -174,10 +172,9 @@ def throughput(turns: Turns) -> Interval:
 
 def _pooled(assumed: float, values: Sequence[float]) -> float:
     """The standard deviation of one turn: from their spread, and a variance that counts as `DRIFT_WEIGHT` turns."""
-    more = len(values) - 1
     mean = fmean(values)
-    spread = math.fsum((each - mean) ** 2 for each in values) / more if more else 0.0
-    return math.sqrt((DRIFT_WEIGHT * assumed + more * spread) / (DRIFT_WEIGHT + more))
+    spread = math.fsum((each - mean) ** 2 for each in values)
+    return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
 
 
 def value_of(objective: Objective, turns: Turns) -> float:

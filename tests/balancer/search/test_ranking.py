@@ -228,11 +228,6 @@ def test_the_gain_to_expect_is_that_of_a_normal_difference(value: float, deviati
     assert found.expected_gain(3) <= found.expected_gain() + 1e-12
 
 
-def test_a_difference_without_any_error_is_itself() -> None:
-    assert Difference(0.03, 0.0, 2).expected_gain() == 0.03
-    assert Difference(-0.03, 0.0, 2).expected_gain() == 0.0
-
-
 def test_what_is_worth_a_turn_grows_with_the_tolerance() -> None:
     """From what can be measured at all up to the usual tolerance."""
     assert smallest_gain(0.0) == smallest_gain(0.004) == 0.002
