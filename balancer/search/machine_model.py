@@ -19,7 +19,7 @@ from evener.shares.waterfill import DeviceCurve
 from ..types import Layout, Problem, Timed, layout_of
 from .budget import Budget
 from .device_model import DeviceModel
-from .model.evidence import group_devices, read_device, relative_error
+from .model.evidence import group_devices, read_device, relative_error, with_drift
 from .model.step_time import rising_line
 from .observations import Observations
 
@@ -64,7 +64,7 @@ class MachineModel:
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
         self.problem, self.seen, self.quantum = problem, seen, problem.multiple_of
-        evidence = [read_device(seen, i) for i in range(problem.devices)]
+        evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.live = tuple(i for i, one in enumerate(evidence) if not one.out_of_use(self.quantum))
         self.groups = group_devices(evidence, problem.limits)
         groups = {i: [evidence[each] for each in group] for group in self.groups for i in group}

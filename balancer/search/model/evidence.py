@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from itertools import combinations
+from statistics import median, median_low
 
 import msgspec
 
@@ -15,7 +16,7 @@ from ...statistics import student
 from ...types import Failed, Observation, OutOfMemory, Timed
 from ..observations import Observations
 from .memory import Memory, read_memory
-from .step_time import SAME_BATCH, Point, fit_curve
+from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal (noisy_slow)
 TYPICAL_BLOCKS = 8  # of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
@@ -185,6 +186,28 @@ def read_points(
         yield Point(layout.shares[position], now, wide, layout.passes(position))
 
 
+def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
+    """The evidence of all devices, in whose errors it counts by how much two probes of nearly one batch differ.
+
+    That is the median, beyond errors and rows, over all such pairs and one that shows none: a lasting neighbour moves
+    one pair of one device.
+    """
+    moves = [0.0]
+    for a, b in (pair for one in devices for pair in combinations((*one.alone, *one.in_splits), 2)):
+        if (rows := abs(math.log(a.batch / b.batch))) <= LEVEL:
+            gap, error = _gap(a, b)
+            moves.append(abs(gap) - rows / 2 if abs(gap) - rows / 2 > CLEAR * error else 0.0)
+    drift = median_low(moves)
+
+    def wider(points: Sequence[Point]) -> tuple[Point, ...]:
+        return tuple(msgspec.structs.replace(p, error=math.hypot(p.error, drift)) for p in points)
+
+    return [
+        msgspec.structs.replace(one, alone=wider(one.alone), at_rest=wider(one.at_rest), in_splits=wider(one.in_splits))
+        for one in devices
+    ]
+
+
 def relative_error(seen: Timed) -> float:
     """Relative standard error of a step time, from its 95 % interval."""
     half = (seen.high_seconds - seen.low_seconds) / 2
@@ -219,9 +242,14 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how two devices differ, in time at every common batch."""
     pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    gaps = [math.log(a.seconds / b.seconds * (b.batch / a.batch) ** 0.5) for a, b in pairs]
-    errors = [math.hypot(a.sure_error, b.sure_error) for a, b in pairs]
+    gaps, errors = zip(*(_gap(a, b) for a, b in pairs), strict=True) if pairs else ((), ())
     return not one.lost and not other.lost and is_noise(gaps, errors)
+
+
+def _gap(one: Point, other: Point) -> tuple[float, float]:
+    """The logarithm of the ratio of two times of nearly one batch, and its standard error."""
+    gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
+    return gap, math.hypot(one.sure_error, other.sure_error)
 
 
 def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.search.model.evidence import LUCKY, read_device, relative_error
+from evener.balancer.search.model.evidence import LUCKY, read_device, relative_error, with_drift
 from evener.balancer.search.observations import TRIES, Observations
 from evener.balancer.types import Cause, Failed, Layout, OutOfMemory, Probe, Problem, Stage, Timed, solo
 
@@ -260,6 +260,28 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
     assert mates.lost == ""
     gone = read_device(store(timed(at), *[failed(probe(SPLIT, "split"), 0, cause="device")] * 2), 0)
     assert gone.lost == "it ended"
+
+
+def errors(*splits: Timed) -> list[tuple[float, ...]]:
+    """The errors of each device's points: 60 and 40 rows alone in 0.1 s, and these splits."""
+    found = store(timed(alone(60)), timed(alone(40, 1)), *splits)
+    devices = with_drift([read_device(found, i) for i in range(2)])
+    return [tuple(point.error for point in (*one.alone, *one.in_splits)) for one in devices]
+
+
+def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -> None:
+    """All points are as uncertain as most of these pairs say, beyond what rows and errors explain."""
+    one = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.08))
+    own = relative_error(one)
+    (moved, *_), (other, *_) = errors(one)
+    assert moved == other == pytest.approx(math.hypot(own, math.log(0.12 / 0.1)))
+    steady = [timed(probe(Layout("split", (60 + i, 40 + i)), "split", 0), 0.1 + i / 1000) for i in range(3)]
+    assert [error for each in errors(*steady) for error in each] == pytest.approx([own] * 8)
+
+
+def test_a_lasting_neighbour_of_one_device_says_nothing_of_all() -> None:
+    once = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.1))
+    assert [error for each in errors(once) for error in each] == pytest.approx([relative_error(once)] * 4)
 
 
 def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
