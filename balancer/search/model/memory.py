@@ -1,8 +1,8 @@
 """The number of samples that fit: a device's line of bytes(batch), the batches that ran or failed, the next guess.
 
 The guess is where the line through the two largest distinct batches meets the device's memory. A guess that failed
-refutes the line; from then on the gap between ran and failed is halved. With unknown bytes the batch grows by a factor,
-then the gap is halved.
+refutes the line; from then on a quarter of the gap between ran and failed is tried, as a failure costs more than one
+that runs. With unknown bytes the batch grows by a factor until it fails.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def _middle(self, failed: int) -> int:
         if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
             return int((self.ran * failed) ** 0.5)
-        return self.ran + (failed - self.ran) // (2 if self.failures < 2 else 4)
+        return self.ran + (failed - self.ran) // 4
 
 
 def read_memory(
