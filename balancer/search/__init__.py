@@ -25,8 +25,8 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
    is measured while the others are idle (stage `rest`); of a fixed batch that may come before the first split.
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of
-   several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than a
-   part of the tolerance; a tie that the rest of the budget can't resolve is a tie.
+   several trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain
+   more than 0.2 %; a tie that the rest of the budget can't resolve is a tie.
 4. What is left of the budget may explore once more, and what that finds races. At last the chosen layout is measured
    again (stage `check`): the reported figure is one that had no part in choosing it. If it is surely lower than all
    turns before, the machine has changed, and others may win. What its devices took, then and in the race, adds to

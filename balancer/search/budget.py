@@ -19,7 +19,7 @@ from ..types import Layout, Probe, Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, FIRST_TURN, Observations
-from .ranking import smallest_gain
+from .ranking import LEAST_GAIN
 
 BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
     "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
@@ -56,6 +56,8 @@ class Budget:
         self._predict_rate = predict_rate
         self._timed = seen.timed()
         self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
+        self._endless = race_is_over and math.isinf(self.seconds)  # would a search that is over go on?
+        self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN  # that is worth a probe
 
     @cached_property
     def spent(self) -> float:
@@ -123,13 +125,12 @@ class Budget:
 
     def cheap(self, seconds: float) -> bool:
         """True if these seconds are a small part of what is left: enough for a look where nothing is expected."""
-        endless = self.race_is_over and math.isinf(self.seconds)
-        return not endless and seconds <= PRICE * (self.seconds - self.spent)
+        return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
     def pays(self, gain: float, seconds: float) -> bool:
         """True if a probe with this expected gain is worth its time."""
         left = max(self.seconds - self.spent, SHORTEST_PROBE_SECONDS)
-        return gain > smallest_gain(self._problem.tolerance) + PRICE * seconds / left
+        return gain > self.least_gain + PRICE * seconds / left
 
     def least_seconds(self, layout: Layout, step_seconds: float | None = None, steps: int = FEWEST_STEPS) -> float:
         """Seconds of the shortest probe of a layout, with the start of its children if they don't run yet."""

@@ -13,7 +13,7 @@ from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
 from .machine_model import ExchangeCosts, MachineModel
-from .ranking import smallest_gain
+from .ranking import LEAST_GAIN
 
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 
@@ -79,8 +79,7 @@ class Predictions(MachineModel):
 
     def _gains(self, several: Allocation, one: Allocation | None) -> bool:
         """Whether passes make it faster by a gain that is worth a measurement."""
-        gain = smallest_gain(self.problem.tolerance)
-        return one is None or several.samples_per_second > one.samples_per_second * (1 + gain)
+        return one is None or several.samples_per_second > one.samples_per_second * (1 + LEAST_GAIN)
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:

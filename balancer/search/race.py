@@ -172,7 +172,7 @@ class Race:
             return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
-        return unsettled(ran, turns, self._problem.tolerance, left, MOST_TURNS)
+        return unsettled(ran, turns, left, MOST_TURNS)
 
     # ------------------------------------------------------------------ knobs
 

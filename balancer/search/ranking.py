@@ -2,7 +2,7 @@
 
 Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two layouts is more certain
 than either figure. Two layouts deserve another turn while switching to the slower one may still gain more than
-`smallest_gain`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones and others,
+`LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones and others,
 "Efficient global optimization", 1998).
 """
 
@@ -26,7 +26,6 @@ UNCLEAR = 0.03  # relative; a tie with a larger gap is unclear: probes' drift al
 PROBE_DRIFT = 0.007  # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
 DRIFT_WEIGHT = 4  # turns that this assumption counts for: two may agree by chance (95 % intervals of benchmarks.search)
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-GAIN_OF_TOLERANCE = 0.5  # the same as a part of the tolerance, up to `TIE` (tests of crawling devices)
 COMES_TRUE = 0.5  # of a gain that is hoped for: what may fit runs out of memory as often as not (workspace)
 LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
@@ -119,7 +118,7 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 
 
 def unsettled(
-    ran: Sequence[Candidate], turns: TurnsByLayout, tolerance: float, turns_left: float, most_turns: int
+    ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
     """(layouts that deserve another turn, the leader among them; whether there is a tie that can't be resolved).
 
@@ -131,19 +130,14 @@ def unsettled(
     rivals, tied = [], False
     for one in others:
         gap = compare_turns(turns[one.layout], turns[leader.layout])
-        if gap.expected_gain() <= smallest_gain(tolerance):
+        if gap.expected_gain() <= LEAST_GAIN:
             continue
         left = min(turns_left, most_turns - gap.turns)
-        if left >= 1 and gap.expected_gain(left) <= smallest_gain(tolerance):
+        if left >= 1 and gap.expected_gain(left) <= LEAST_GAIN:
             rivals.append(one)
         else:
             tied = True
     return ([one for one in ran if one is leader or one in rivals] if rivals else []), tied
-
-
-def smallest_gain(tolerance: float) -> float:
-    """The relative gain below which another measurement isn't worth its time."""
-    return max(LEAST_GAIN, min(TIE, GAIN_OF_TOLERANCE * tolerance))
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:

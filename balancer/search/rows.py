@@ -17,7 +17,7 @@ from .layouts import NO_CURVE, same_measurement
 from .model.step_time import SAME_BATCH
 from .observations import Turns
 from .predictions import Predictions
-from .ranking import is_tolerable, smallest_gain, throughput
+from .ranking import LEAST_GAIN, is_tolerable, throughput
 from .solo_stage import SoloStage
 from .split_stage import SplitStage
 
@@ -146,8 +146,7 @@ class RowDevices(Predictions):
         """Predicted splits that should be faster than the chosen one, or as good with another global batch."""
         fastest = self.fastest_split
         found = list(self._smaller(chosen))
-        gain = smallest_gain(self.problem.tolerance)
-        if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + gain):
+        if fastest and fastest.samples_per_second > self.predicted_rate(chosen) * (1 + LEAST_GAIN):
             found.append(self._as_raced(self.layout(fastest), [one.probe.layout for one in self.seen.timed_race()]))
         return [layout for layout in found if self.surely_hold(layout)]
 

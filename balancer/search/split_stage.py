@@ -2,9 +2,9 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction was tried, or
-promises less than half of the tolerance over what ran (0.2 % at a wall of memory; the tolerance once the race is over).
-One device alone, while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest device
-alone comes before the first split if there is time for both: it is compared in any case, and starts no children.
+promises no more than 0.2 % over what ran. One device alone, while the others are idle, is
+measured if it may beat every split. Of a fixed batch the fastest device alone comes before the first split if there is
+time for both: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions
-from .ranking import LEAST_GAIN, LEAST_RATE, smallest_gain
+from .ranking import LEAST_RATE
 
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
 
@@ -88,20 +88,12 @@ class SplitStage:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
         if not self._model.fitting_splits:
             return True
-        best = max(self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits)
-        layouts = {seen.probe.layout for seen in self._seen.timed_race()}
-        raced = max(
-            (one.samples_per_second for layout in layouts for one in self._seen.turns(layout).values()), default=0.0
+        ran = [self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits]
+        raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
+        rates = [one.samples_per_second for turns in raced for one in turns.values()]
+        return wanted.samples_per_second > max(*ran, *rates, self._model.best_single_rate) * (
+            1 + self._budget.least_gain
         )
-        gain = self._least_gain(wanted)
-        return wanted.samples_per_second > max(best, raced, self._model.best_single_rate) * (1 + gain)
-
-    def _least_gain(self, wanted: Allocation) -> float:
-        """The relative gain that is worth a probe: a part of the tolerance; less at a wall of memory that may move."""
-        if self._budget.race_is_over:
-            return max(LEAST_GAIN, self._problem.tolerance)
-        walled = any(share >= self._model.devices[i].wall for i, share in wanted.shares)
-        return LEAST_GAIN if walled else smallest_gain(self._problem.tolerance)
 
     def _first_single(self) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
@@ -128,7 +120,7 @@ class SplitStage:
         if len(live) > 1:
             return wanted if self._may_win(wanted) else None
         best = max((one.samples_per_second for one in self._seen.timed()), default=0.0)
-        gains = wanted.samples_per_second > (1 + self._least_gain(wanted)) * best
+        gains = wanted.samples_per_second > (1 + self._budget.least_gain) * best
         return wanted if gains or not self._safely_fits(wanted) else None
 
     def _was_at_rest(self, position: int) -> bool:

@@ -21,7 +21,6 @@ from evener.balancer.search.ranking import (
     Standing,
     compare_turns,
     rank,
-    smallest_gain,
     throughput,
     unsettled,
 )
@@ -58,7 +57,7 @@ def ranked(rates: Mapping[Candidate, list[float]], problem: Problem = FIXED) -> 
 
 def wanted(rates: Mapping[Candidate, list[float]], left: float = 9, most: int = 8) -> tuple[list[Candidate], bool]:
     """Who deserves another turn, with no tolerance, and whether a tie was given up."""
-    return unsettled(tuple(rates), turns(rates), 0.0, left, most)
+    return unsettled(tuple(rates), turns(rates), left, most)
 
 
 def test_a_drift_that_hits_all_alike_does_not_blur_the_difference() -> None:
@@ -226,13 +225,6 @@ def test_the_gain_to_expect_is_that_of_a_normal_difference(value: float, deviati
     assert found.expected_gain() == pytest.approx(direct, abs=1e-4 * error + 1e-12)
     assert max(0.0, value) <= found.expected_gain(3) + 1e-12
     assert found.expected_gain(3) <= found.expected_gain() + 1e-12
-
-
-def test_what_is_worth_a_turn_grows_with_the_tolerance() -> None:
-    """From what can be measured at all up to the usual tolerance."""
-    assert smallest_gain(0.0) == smallest_gain(0.004) == 0.002
-    assert smallest_gain(0.016) == pytest.approx(0.008)
-    assert smallest_gain(0.02) == smallest_gain(0.04) == pytest.approx(0.01)
 
 
 def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> None:
