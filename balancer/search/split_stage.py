@@ -2,9 +2,9 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction was tried, or
-promises no more than 0.2 % over what ran. One device alone, while the others are idle, is
-measured if it may beat every split. Of a fixed batch the fastest device alone comes before the first split if there is
-time for both: it is compared in any case, and starts no children.
+promises no more than 0.2 % over what ran. One device alone, while the others are idle, is measured if it may beat every
+split. Of a fixed batch the fastest device alone comes before the first split if two steps of it are a small part of what
+is left: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SplitStage:
         """The next split, or one device with the others idle; None when the stage is over."""
         split = self._model.fastest_split
         after = self._budget.least_seconds(self._model.layout(split), split.seconds) if split else 0.0
-        return self._probe(self._first_single(), after) or self._probe(
+        return self._probe(self._first_single(after), after) or self._probe(
             (self._next_split() if self._with_splits else None) or self._next_single()
         )
 
@@ -95,7 +95,7 @@ class SplitStage:
             1 + self._budget.least_gain
         )
 
-    def _first_single(self) -> Allocation | None:
+    def _first_single(self, after: float) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
         tried = self._model.splits or self._seen.in_stage("rest")
         if self._problem.global_batch is None or len(self._model.live) < 2 or not self._with_splits or tried:
@@ -104,7 +104,7 @@ class SplitStage:
         if single is None or split is None:
             return single
         seconds = self._budget.least_seconds(self._model.layout(single), single.seconds, LONE_STEPS)
-        return single if self._budget.has_time(seconds) else None  # and, in `_probe`, for the split after it
+        return single if self._budget.has_time(seconds, after) else None  # and, in `_probe`, for the split after it
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without contention."""
