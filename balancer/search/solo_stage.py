@@ -20,11 +20,10 @@ from ..types import Probe, solo
 from .budget import BASE_SECONDS, Budget
 from .layouts import TIE
 from .model.memory import BLIND_GROWTH
-from .model.step_time import LEVEL, SAME_BATCH, WIDE, Point, merge_points
+from .model.step_time import SAME_BATCH, WIDE, Point, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-FAR, GAP = 2, 1.5  # times: looks go so far beyond what ran, or into gaps wider than that (concave; tol_jagged)
 MOST_ROUNDS = 12  # where hopes have no end (stairs, 16 devices); a steep curve is halved nine times (even split)
 SMALL = 8  # the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times as large
 
@@ -108,8 +107,8 @@ class SoloStage:
         return batches
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """The even share of a fixed batch that may not fit, the middle of a gap that may hide a peak, or a look."""
-        wanted = {i: self._even_share(i) or self._gap_at_best(i) or self._look(i) for i in self._worth_a_split}
+        """The even share of a fixed batch that may not fit, or the middle of a gap that may hide a peak."""
+        wanted = {i: self._even_share(i) or self._gap_at_best(i) for i in self._worth_a_split}
         wanted = {i: batch for i, batch in wanted.items() if self._is_new(i, batch)}
         longest = max((self._seconds(i, batch) for i, batch in wanted.items()), default=math.inf)
         cheap = self._has_time(longest) and self._budget.cheap(longest)
@@ -125,24 +124,6 @@ class SoloStage:
         rates = [point.batch / point.seconds for point in points]
         best = next(i for i, rate in enumerate(rates) if rate >= (1 - TIE) * max(rates))
         return self._middle_of_widest([p.batch for p in points[max(0, best - 1) : best + 2]], WIDE)
-
-    def _look(self, position: int) -> int:
-        """A batch far beyond what ran, or the plan's share in a gap of a curve that no line explains; 0: neither.
-
-        Curves only guess there. It is for the time that is left once the race is over.
-        """
-        device = self._devices[position]
-        points, curve, failures = merge_points(device.points), device.alone, device.memory.failures
-        if curve is None or not self._budget.race_is_over:
-            return 0
-        ran = points[-1].batch
-        beyond = min(device.far, WIDE * ran) if failures < 2 and self._problem.global_batch is None else 0
-        if beyond >= (1 + LEVEL if failures else FAR) * ran:
-            return beyond
-        plans = [one for one in (self._model.fastest_split, self._model.within(1.0)) if one]
-        gaps = [(a.batch, b.batch) for a, b in pairwise(points) if b.batch > GAP * a.batch and not curve.simple]
-        shares = (dict(one.shares).get(position, 0) for one in plans)
-        return next((b for b in shares if self._is_new(position, b) and any(x < b < y for x, y in gaps)), 0)
 
     def _even_share(self, position: int) -> int:
         """What an even split of a fixed batch over devices that may be worth it gives it, if that may fit."""
