@@ -3,8 +3,8 @@
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient exchange and, where the
 devices' own times are reported, one more point of every curve. The stage ends when the prediction was tried, or
 promises no more than 0.2 % over what ran. One device alone, while the others are idle, is measured if it may beat every
-split. Of a fixed batch the fastest device alone comes before the first split if two steps of it are a small part of what
-is left: it is compared in any case, and starts no children.
+split. Of a fixed batch the fastest device alone comes before the first split if two steps of it take little of what is
+left: it is compared in any case, and starts no children.
 """
 
 from __future__ import annotations
