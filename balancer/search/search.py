@@ -213,30 +213,27 @@ class Search:
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
-        fit = [layout for layout in self._still_run() if self.problem.global_batch in (None, layout.global_batch)]
+        fit = [layout for layout in self._ran if self.problem.global_batch in (None, layout.global_batch)]
         layouts = [one for one in fit if one in raced or not any(same_measurement(one, each) for each in raced)] or fit
         layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         if not candidates:
             return None
         turns = {layout: self._turns(layout) for layout in layouts}
-        return self._result_for(choose_winner(candidates, turns, self.problem).layout)
+        return self._ran[choose_winner(candidates, turns, self.problem).layout]
 
-    def _still_run(self) -> list[Layout]:
-        """Every layout that ran as one whole training and may run again; all that ran, if none may."""
+    @cached_property
+    def _ran(self) -> dict[Layout, Result]:
+        """Every layout that ran as one whole training and may run again, over its turns; all that ran, if none may."""
         found = self._seen.timed("solo", "rest", "split", "shard", "race")
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [one for one in trainings if self.devices.is_training(one.probe.layout)]
-        return list(dict.fromkeys(one.probe.layout for one in self._seen.still_fit(ran) or ran))
+        turns = {one.probe.layout: self._turns(one.probe.layout) for one in self._seen.still_fit(ran) or ran}
+        return {layout: Result(layout, throughput(own), len(own)) for layout, own in turns.items()}
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """A layout's turns; of one that was never measured uncontended, its measurements of the solo stage."""
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
-
-    def _result_for(self, layout: Layout) -> Result:
-        """A layout's throughput over its turns."""
-        turns = self._turns(layout)
-        return Result(layout, throughput(turns), len(turns))
 
     def ranking(self) -> tuple[Standing, ...]:
         """Every layout of the race, the winner first, each with the one figure that is said of it."""
@@ -247,8 +244,8 @@ class Search:
 
     def results(self) -> tuple[Result, ...]:
         """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
-        found = [self._result_for(layout) for layout in self._still_run()]
-        return tuple(sorted(found, key=lambda one: (-one.throughput.value, one.layout.global_batch, one.layout.shares)))
+        order = sorted(self._ran, key=lambda one: (-self._ran[one].throughput.value, one.global_batch, one.shares))
+        return tuple(self._ran[layout] for layout in order)
 
     def solos(self) -> tuple[Result | None, ...]:
         """Each device's highest throughput alone, as measured; None for one that never ran."""
