@@ -64,6 +64,7 @@ class MachineModel:
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
         self.problem, self.seen, self.quantum = problem, seen, problem.multiple_of
+        self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.live = tuple(i for i, one in enumerate(evidence) if not one.out_of_use(self.quantum))
         self.groups = group_devices(evidence, problem.limits)
@@ -71,11 +72,6 @@ class MachineModel:
         self.devices = tuple(
             DeviceModel(i, problem, budget, one, groups[i], self.live) for i, one in enumerate(evidence)
         )
-
-    @cached_property
-    def hosts(self) -> tuple[int, ...]:
-        """The host of each device."""
-        return self.problem.hosts or (0,) * self.problem.devices
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:

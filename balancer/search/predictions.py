@@ -5,6 +5,7 @@ Of a cluster's hosts some may be left out of a step, as exchange across hosts co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
@@ -46,16 +47,23 @@ class Predictions(MachineModel):
 
     @cached_property
     def fastest_split(self) -> Allocation | None:
-        """The split of most samples/s that is predicted to fit; in passes only where that gains."""
-        one = self.one_pass_split
-        several = self._split_in_passes()
-        return several if several is not None and self._gains(several, one) else one
+        """The split of most samples/s that is predicted to fit; of a fixed batch shares go as far as they have to.
 
-    @cached_property
-    def one_pass_split(self) -> Allocation | None:
-        """The fastest split with every share in one pass; of a fixed batch shares go as far as they have to."""
-        found = self._split(self._reachable)
-        return self._split(self.split_curves) if found is None and self.problem.global_batch else found
+        In passes only where a wall is in its way and that gains by what is worth a measurement.
+        """
+        one = self._split(self._reachable)
+        if one is None and self.problem.global_batch:
+            one = self._split(self.split_curves)
+        found = [(self.devices[each.position], each) for each in self._reachable]
+        seconds = one.seconds if one else math.inf
+        if all(
+            not device.pass_rows or each.curve.largest(seconds, each.limit, self.quantum) < each.limit
+            for device, each in found
+        ):
+            return one
+        several = self._split([device.in_passes(each, device.asked_in_passes) for device, each in found])
+        least = (1 + LEAST_GAIN) * one.samples_per_second if one else 0.0
+        return several if several is not None and several.samples_per_second > least else one
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """The fastest split over some of these devices, in one pass."""
@@ -77,10 +85,6 @@ class Predictions(MachineModel):
 
         return split_over_hosts(devices, self.hosts, self.exchange, solve)
 
-    def _gains(self, several: Allocation, one: Allocation | None) -> bool:
-        """Whether passes make it faster by a gain that is worth a measurement."""
-        return one is None or several.samples_per_second > one.samples_per_second * (1 + LEAST_GAIN)
-
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
         """The devices, limited to batches that gain enough to matter and aren't far beyond those that ran."""
@@ -88,23 +92,6 @@ class Predictions(MachineModel):
             DeviceCurve(one.position, one.curve, self.devices[one.position].reachable(one.curve, one.limit))
             for one in self.split_curves
         )
-
-    # ------------------------------------------------------------------ passes
-
-    def _split_in_passes(self) -> Allocation | None:
-        """The fastest split whose devices may take passes; None if no wall is in its way.
-
-        A free batch has none: it would grow without end.
-        """
-        one = self.one_pass_split
-        if not any(one.pass_rows for one in self.devices):
-            return None
-        if one is not None and all(
-            device.curve.largest(one.seconds, device.limit, self.quantum) < device.limit for device in self._reachable
-        ):
-            return None
-        found = ((self.devices[one.position], one) for one in self._reachable)
-        return self._split([device.in_passes(one, device.asked_in_passes) for device, one in found])
 
     # ------------------------------------------------------------------ one device
 

@@ -9,13 +9,15 @@ left: it is compared in any case, and starts no children.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from evener.shares.waterfill import Allocation
 
 from ..statistics import LONE_BLOCK
 from ..types import Failed, Layout, Probe, Stage
 from .budget import SHORTEST_PROBE_SECONDS, Budget
 from .observations import MOST_TURNS, TRIES
-from .predictions import Predictions
+from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
 
 LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed (huge_steps; dear sync in 20 s)
@@ -49,18 +51,17 @@ class SplitStage:
         if self._budget.affords(layout, ends_with, seconds, reserved=after) and (
             not after or self._budget.has_time(least, after)
         ):
-            left = MOST_TURNS - len(self._model.splits)
-            return Probe(layout, stage, self._budget.probe_seconds(layout, stage, left, seconds))
+            return Probe(layout, stage, self._budget.probe_seconds(layout, stage, step_seconds=seconds))
         lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
-        if lone and self._gains_surely(wanted):
+        if lone and wanted.samples_per_second > (1 + LONE_BLOCK) * self._best_rate:  # by more than a lone step errs
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
 
-    def _gains_surely(self, wanted: Allocation) -> bool:
-        """Whether it should be faster than all plans that ran by more than a lone step errs."""
-        plans = (*self._model.fitting_splits, *self._model.at_rest.values())
-        best = max((seen.samples_per_second for seen in plans), default=0.0)
-        return wanted.samples_per_second > (1 + LONE_BLOCK) * best
+    @cached_property
+    def _best_rate(self) -> float:
+        """The most samples/s of the plans that ran: of splits as predicted since, of devices at rest as measured."""
+        splits = (self._model.predicted_rate(one.probe.layout) for one in self._model.fitting_splits)
+        return max((*splits, *(one.samples_per_second for one in self._model.at_rest.values())), default=0.0)
 
     def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """The first plan; in passes that ran before, if a device ran out of memory and there is no time for another."""
@@ -88,12 +89,10 @@ class SplitStage:
         """Whether it is predicted to beat all measured splits and one device alone by a measurable gain."""
         if not self._model.fitting_splits:
             return True
-        ran = [self._model.predicted_rate(seen.probe.layout) for seen in self._model.fitting_splits]
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
         rates = [one.samples_per_second for turns in raced for one in turns.values()]
-        return wanted.samples_per_second > max(*ran, *rates, self._model.best_single_rate) * (
-            1 + self._budget.least_gain
-        )
+        best = max(self._best_rate, self._model.best_single_rate, *rates)
+        return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
         """The fastest device alone at a fixed batch: a split that is much slower mustn't be all that was measured."""
@@ -108,34 +107,20 @@ class SplitStage:
 
     def _next_single(self) -> Allocation | None:
         """One device alone while the others are idle, if it may win by a larger batch or without contention."""
-        live = self._model.live
-        if len(live) > 1 and self._with_splits and not self._model.splits:
+        others = len(self._model.live) > 1
+        if others and self._with_splits and not self._model.splits:
             return None
-        if len(self._model.splits) + len(self._seen.in_stage("rest")) >= MOST_TURNS:
+        rested = [seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")]
+        if len(self._model.splits) + len(rested) >= MOST_TURNS:
             return None
-        singles = [one for i in live if (one := self._model.single(i)) and not self._was_at_rest(i)]
-        wanted = max(singles, key=lambda one: one.samples_per_second, default=None)
+        fresh = sorted(i for group in self._model.groups if not set(group).intersection(rested) for i in group)
+        wanted = fastest(map(self._model.single, fresh))
         if wanted is None:
             return None
-        if len(live) > 1:
-            return wanted if self._may_win(wanted) else None
-        best = max((one.samples_per_second for one in self._seen.timed()), default=0.0)
-        gains = wanted.samples_per_second > (1 + self._budget.least_gain) * best
-        return wanted if gains or not self._safely_fits(wanted) else None
-
-    def _was_at_rest(self, position: int) -> bool:
-        """Whether a device, or one like it, was measured while the others were idle."""
-        alike = next(group for group in self._model.groups if position in group)
-        return any(seen.probe.layout.active[0] in alike for seen in self._seen.in_stage("rest"))
-
-    def _may_win(self, wanted: Allocation) -> bool:
-        """Whether one of several devices may beat all splits when the others are at rest."""
-        best = max((self._model.predicted_rate(s.probe.layout) for s in self._model.fitting_splits), default=0.0)
-        best = max([best, *(seen.samples_per_second for seen in self._model.at_rest.values())])
-        if wanted.samples_per_second > best:
-            return True
-        unseen = self._problem.global_batch is not None and not self._model.at_rest
-        return unseen and not self._safely_fits(wanted)  # the best single device is always compared
-
-    def _safely_fits(self, wanted: Allocation) -> bool:
-        return self._model.surely_hold(self._model.layout(wanted))
+        if others:  # of a fixed batch the best single device is always compared
+            best, unsure = self._best_rate, self._problem.global_batch is not None and not self._model.at_rest
+        else:
+            rates = [one.samples_per_second for one in self._seen.timed()]
+            best, unsure = (1 + self._budget.least_gain) * max(rates, default=0.0), True
+        untried = unsure and not self._model.surely_hold(self._model.layout(wanted))
+        return wanted if wanted.samples_per_second > best or untried else None
