@@ -10,7 +10,7 @@ from evener.shares.curves import Curve
 from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
-from ..objectives import Objective, find_objective
+from ..objectives import find_objective
 from ..types import CurveSketch, Layout, Probe, layout_of, solo
 from .budget import Budget
 from .layouts import NO_CURVE, same_measurement
@@ -85,20 +85,17 @@ class RowDevices(Predictions):
         return [best] if best == at_once or not self.surely_hold(at_once) else [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        return self._ranked_singles() if self.problem.global_batch is None else self._fixed_singles()
+        """The devices alone, the fastest first: those that safely hold the fixed batch, at once or in passes.
 
-    def _ranked_singles(self) -> list[Layout]:
-        """Every batch that exploration measured on one device and that still fits, the fastest first."""
-        ran = [one for one in self.seen.timed("solo", "rest") if not one.probe.layout.in_passes]
-        fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
-        return list(dict.fromkeys(one.probe.layout for one in fit))
-
-    def _fixed_singles(self) -> list[Layout]:
-        """Each device that safely holds the fixed batch, at once or in passes, the fastest first."""
-        batch, devices = self.problem.global_batch or 0, self.problem.devices
+        Of a free batch every one that exploration measured and that still fits.
+        """
+        batch, devices = self.problem.global_batch, self.problem.devices
+        if batch is None:
+            ran = [one for one in self.seen.timed("solo", "rest") if not one.probe.layout.in_passes]
+            fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
+            return list(dict.fromkeys(one.probe.layout for one in fit))
         layouts = [self.lay_out_safely(solo(devices, i, batch).shares) for i in self.live]
-        safe = [layout for layout in layouts if layout is not None and self.hold(layout)]
-        return sorted(safe, key=lambda layout: -self.single_rate(layout, contended=False))
+        return sorted(filter(None, layouts), key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Samples/s of a device alone, measured at rest, else in the solo stage if `contended` counts, else predicted.
@@ -111,9 +108,33 @@ class RowDevices(Predictions):
     def efficient(self) -> list[Layout]:
         """Every device alone, and splits over the devices that should take the least energy, where energy decides."""
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
-        splits = _most_efficient(self, find_objective(self.problem.objective))
-        layouts = [*alone.values(), *map(self.layout, splits)]
+        layouts = [*alone.values(), *map(self.layout, self._most_efficient())]
         return [layout for layout in layouts if self.hold(layout)]
+
+    def _most_efficient(self) -> list[Allocation]:
+        """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
+        costs = find_objective(self.problem.objective).costs(self.seen.timed(), self.problem.devices)
+        if not costs:
+            return []
+
+        def value(one: Allocation) -> float:
+            shares = dict(one.shares)
+            cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
+            return one.samples_per_second / cost if cost else 0.0
+
+        tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
+        least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
+        found = [one for group in self._sets(costs) if (one := self.split_over(group))]
+        enough = [one for one in found if one.samples_per_second >= least]
+        return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
+
+    def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
+        counts = range(2, len(self.live))
+        if len(self.live) <= MOST_TO_COMBINE:
+            return (group for count in counts for group in combinations(self.live, count))
+        rates = {i: one.samples_per_second for i in self.live if (one := self.single(i))}
+        order = sorted(self.live, key=lambda i: -rates.get(i, 0.0) / max(1.0, costs[i][0]))
+        return (tuple(order[:count]) for count in counts)
 
     # ------------------------------------------------------------------ several devices
 
@@ -136,9 +157,8 @@ class RowDevices(Predictions):
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
         """The smallest global batch within the tolerance of the fastest; the fastest for a fixed batch."""
-        least = max(found.values()) * (1 - self.problem.tolerance)
-        if self.problem.global_batch is not None:
-            return max(found, key=lambda layout: found[layout])
+        tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
+        least = max(found.values()) * (1 - tolerance)
         enough = [layout for layout, rate in found.items() if rate >= least]
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
@@ -212,7 +232,7 @@ class RowDevices(Predictions):
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self.live)
-        best = {layout.active[0]: layout.global_batch for layout in reversed(self._ranked_singles())}
+        best = {layout.active[0]: layout.global_batch for layout in reversed(self._singles_by_rate())}
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self.problem.max_global_batch or each)
 
@@ -226,32 +246,3 @@ def _cut_curve(curve: Curve, batch: int) -> Knots:
 
 def _round(figure: float) -> float:
     return float(f"{figure:.6g}")
-
-
-def _most_efficient(predictions: Predictions, objective: Objective) -> list[Allocation]:
-    """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
-    problem = predictions.problem
-    costs = objective.costs(predictions.seen.timed(), problem.devices)
-    if not costs:
-        return []
-
-    def value(one: Allocation) -> float:
-        shares = dict(one.shares)
-        cost = sum(active if i in shares else idle for i, (active, idle) in enumerate(costs))
-        return one.samples_per_second / cost if cost else 0.0
-
-    tops = [one.samples_per_second for one in (predictions.fastest_split, predictions.fastest_single) if one]
-    found = [one for group in _groups(predictions, costs) if (one := predictions.split_over(group))]
-    enough = [one for one in found if one.samples_per_second >= (1 - problem.max_slowdown) * max(tops, default=0.0)]
-    return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
-
-
-def _groups(predictions: Predictions, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-    live = predictions.live
-    counts = range(2, len(live))
-    if len(live) <= MOST_TO_COMBINE:
-        yield from (group for count in counts for group in combinations(live, count))
-        return
-    rates = {i: one.samples_per_second for i in live if (one := predictions.single(i))}
-    order = sorted(live, key=lambda i: -rates.get(i, 0.0) / max(1.0, costs[i][0]))
-    yield from (tuple(order[:count]) for count in counts)
