@@ -87,18 +87,10 @@ class DeviceModel:
 
     @cached_property
     def asked(self) -> int:
-        """The most rows that the request lets it have."""
+        """The most rows that the request lets it have at once."""
         problem = self._problem
-        return self._least(problem.largest_share, problem.global_batch, problem.max_global_batch)
-
-    @cached_property
-    def asked_in_passes(self) -> int:
-        """The most rows that the request lets it have in several passes; of a fixed batch, all."""
-        return self._least(self._problem.global_batch or self._problem.largest_share, self._problem.max_global_batch)
-
-    def _least(self, *limits: int | None) -> int:
-        given = (limit for limit in limits if limit is not None)
-        return min(given, default=UNBOUNDED) // self.quantum * self.quantum
+        limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
+        return min((one for one in limits if one is not None), default=UNBOUNDED) // self.quantum * self.quantum
 
     @cached_property
     def wall(self) -> int:
@@ -197,22 +189,22 @@ class DeviceModel:
                 return fit_extra(points, curve, self.pass_rows)
         return 0.0
 
-    def in_passes(self, device: DeviceCurve, largest_share: int) -> DeviceCurve:
-        """The device with a curve and a limit, as it may take more than fits at once."""
+    def in_passes(self, device: DeviceCurve) -> DeviceCurve:
+        """The device with a curve and a limit, as it may take all of a fixed batch, more than fits at once."""
         curve, rows = device.curve, min(self.pass_rows, device.limit)
         if not rows or not isinstance(curve, Curve):
             return device
         fits = max(rows, min(device.limit, self.wall))
         passes = PassCurve(curve, device.limit, rows, self.extra_seconds, fits)
-        return DeviceCurve(self.position, passes, max(device.limit, largest_share))
+        return DeviceCurve(self.position, passes, max(device.limit, self._problem.global_batch or 0))
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """The device with a curve and a limit, as it may take a fixed batch in the passes that it does best."""
-        device, most, extra = DeviceCurve(self.position, curve, limit), self.asked_in_passes, self.extra_seconds
+        device, extra, batch = DeviceCurve(self.position, curve, limit), self.extra_seconds, self._problem.global_batch
         best = single_best(device, self.quantum) if self._divides else None
-        if best is None or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= most:
+        if best is None or batch is None or (wall := most_in_one(curve, best.global_batch, limit, extra)) >= batch:
             return device
-        return DeviceCurve(self.position, PassCurve(curve, wall, best.global_batch, extra, wall), most)
+        return DeviceCurve(self.position, PassCurve(curve, wall, best.global_batch, extra, wall), batch)
 
     def cut(self, share: int, surely: bool) -> int:
         """The rows of each pass of a share: all where that fits at once, or `surely` does, or passes can't be taken."""

@@ -61,7 +61,7 @@ class Predictions(MachineModel):
             for device, each in found
         ):
             return one
-        several = self._split([device.in_passes(each, device.asked_in_passes) for device, each in found])
+        several = self._split([device.in_passes(each) for device, each in found])
         least = (1 + LEAST_GAIN) * one.samples_per_second if one else 0.0
         return several if several is not None and several.samples_per_second > least else one
 
@@ -113,8 +113,8 @@ class Predictions(MachineModel):
         device = self.devices[position]
         if device.alone is None or not device.one_pass or self.problem.all_together:
             return None
-        if batch := self.problem.global_batch:
-            return self._best_alone(device.in_passes(DeviceCurve(position, device.alone, device.one_pass), batch))
+        if self.problem.global_batch is not None:
+            return self._best_alone(device.in_passes(DeviceCurve(position, device.alone, device.one_pass)))
         reach = device.reachable(device.alone, device.one_pass)
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 

@@ -157,10 +157,9 @@ def _slower_since(
     curve = fit_curve(point for seen in steady for point in read_points(seen, position))
     if curve is None:
         return 1.0
-    held = [one for one in checks if one.held_back(position) and one.probe.layout.passes(position) == 1]
-    shares = ((one.device_seconds[position], one.probe.layout.shares[position]) for one in held)
-    ratios = [seconds / curve.seconds(share) for seconds, share in shares if seconds and curve.seconds(share)]
-    return max(1.0, median(ratios)) if ratios else 1.0
+    held = [one for one in checks if one.held_back(position)]
+    ratios = [p.seconds / curve.seconds(p.batch) for p in read_points(held, position) if p.passes == 1]
+    return max(1.0, median(ratios or [1.0]))
 
 
 def read_points(
