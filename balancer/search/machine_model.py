@@ -12,9 +12,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-import msgspec
-
-from evener.shares.waterfill import DeviceCurve
+from evener.shares.waterfill import Costs, DeviceCurve
 
 from ..types import Layout, Problem, Timed, layout_of
 from .budget import Budget
@@ -25,30 +23,19 @@ from .observations import Observations
 
 SyncSample = tuple[int, float, float]  # devices or hosts, seconds, standard error in seconds
 ExchangeSample = tuple[int, int, float, float]  # devices, hosts, seconds, standard error in seconds
-
-
-class ExchangeCosts(msgspec.Struct, frozen=True):
-    """Seconds of exchange that isn't hidden, within a host and across hosts."""
-
-    within: tuple[float, ...]  # [k]: of k devices on one host
-    across: tuple[float, ...] = (0.0, 0.0)  # [h]: more, if they are on h hosts
-
-    def on(self, hosts: int) -> tuple[float, ...]:
-        """The seconds of exchange among k devices on `hosts` hosts, as item k."""
-        more = self.across[hosts]
-        return tuple(cost + more if k > 1 else cost for k, cost in enumerate(self.within))
+ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 
 
 def fit_exchange_costs(samples: Sequence[ExchangeSample], devices: int, hosts: int) -> ExchangeCosts:
     """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count as the network's."""
     within = fit_sync_costs([(k, cost, error) for k, h, cost, error in samples if h == 1], devices)
-    across = [(h, cost - within[k], error) for k, h, cost, error in samples if h > 1]
-    return ExchangeCosts(within, fit_sync_costs(across, hosts))
+    across = fit_sync_costs([(h, cost - within[k], error) for k, h, cost, error in samples if h > 1], hosts)
+    return tuple((*within[:2], *(cost + more for cost in within[2:])) for more in across)
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
     """Seconds for 0, 1, ... `most` devices, never falling."""
-    found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples if k > 1]
+    found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
     if all(others == widest for others, _, _ in found):  # one number of devices, or none
         cost = math.fsum(w * cost for _, cost, w in found) / (math.fsum(w for _, _, w in found) or 1.0)
@@ -107,11 +94,11 @@ class MachineModel:
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
         """The seconds of exchange among some devices; 0 for one of them."""
-        return self.exchange.on(self._count_hosts(positions))[len(positions)]
+        return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def network_seconds(self, hosts: int) -> float:
         """The seconds that exchange over `hosts` hosts takes beyond that on one."""
-        return self.exchange.across[hosts]
+        return self.exchange[hosts][-1] - self.exchange[1][-1]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})

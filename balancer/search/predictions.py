@@ -13,7 +13,7 @@ from evener.shares import waterfill
 from evener.shares.waterfill import Allocation, Costs, DeviceCurve
 
 from ..types import Layout
-from .machine_model import ExchangeCosts, MachineModel
+from .machine_model import MachineModel
 from .ranking import LEAST_GAIN
 
 Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
@@ -127,7 +127,7 @@ class Predictions(MachineModel):
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
         hosts = {self.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
         near = [device for device in self._reachable if self.hosts[device.position] in hosts]
-        costs = self.exchange.on(len(hosts))
+        costs = self.exchange[len(hosts)]
         found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit, self._fewest) if near else None]
         for device in () if problem.all_together else self.split_curves:
             if alone := self.devices[device.position].alone:
@@ -140,7 +140,7 @@ class Predictions(MachineModel):
 
 
 def split_over_hosts(
-    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: ExchangeCosts, solve: Solve
+    devices: Sequence[DeviceCurve], hosts: Sequence[int], costs: Sequence[Costs], solve: Solve
 ) -> Allocation | None:
     """The fastest allocation that `solve` finds on one host, on all, or on those left when the idlest have gone.
 
@@ -149,10 +149,10 @@ def split_over_hosts(
     """
 
     def over(chosen: Sequence[int]) -> Allocation | None:
-        return solve([device for device in devices if hosts[device.position] in chosen], costs.on(len(chosen)))
+        return solve([device for device in devices if hosts[device.position] in chosen], costs[len(chosen)])
 
     chosen = list(dict.fromkeys(hosts[device.position] for device in devices))
-    if len(chosen) < 2 or not any(costs.across):
+    if len(chosen) < 2 or costs[len(chosen)] == costs[1]:  # nothing is known of the network
         return over(chosen)
     found = [over([host]) for host in chosen]
     while len(chosen) > 1:

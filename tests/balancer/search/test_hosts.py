@@ -16,7 +16,7 @@ from evener.balancer.events import Finished
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
-from evener.balancer.search.machine_model import ExchangeCosts, fit_exchange_costs
+from evener.balancer.search.machine_model import fit_exchange_costs
 from evener.balancer.search.predictions import split_over_hosts
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
@@ -119,7 +119,7 @@ def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -
     ]
     hosts = [i // 2 for i in range(8)]
     network = rng.choice((0.01, 0.03, 0.1))
-    costs = ExchangeCosts((0.0, 0.0, *(0.002,) * 7), (0.0, 0.0, network, 1.5 * network, 2 * network))
+    costs = [(0.0, 0.0, *(0.002 + more * network,) * 7) for more in (0.0, 0.0, 1.0, 1.5, 2.0)]
     batch = None if part is None else int(part * sum(device.limit for device in devices))
 
     def solve(some: Sequence[DeviceCurve], exchange: Costs) -> Allocation | None:
@@ -128,8 +128,7 @@ def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -
     found = split_over_hosts(devices, hosts, costs, solve)
     sets = (chosen for size in range(1, 5) for chosen in combinations(range(4), size))
     every = (
-        solve([device for device in devices if hosts[device.position] in chosen], costs.on(len(chosen)))
-        for chosen in sets
+        solve([device for device in devices if hosts[device.position] in chosen], costs[len(chosen)]) for chosen in sets
     )
     assert found is not None
     assert found.samples_per_second >= 0.995 * max(one.samples_per_second for one in every if one)
@@ -148,14 +147,14 @@ def test_many_hosts_of_8_unequal_gpus(hosts: int, network: Sync, batch: int | No
 
 def test_exchange_within_a_host_and_across_hosts_is_learnt_apart() -> None:
     nothing = fit_exchange_costs([], 4, 2)
-    assert nothing.on(2)[4] == 0.0
+    assert nothing[2][4] == 0.0
     across = fit_exchange_costs([(4, 2, 0.1, 0.001)], 4, 2)
-    assert (across.within[4], across.on(2)[4]) == (0.0, pytest.approx(0.1))
+    assert (across[1][4], across[2][4]) == (0.0, pytest.approx(0.1))
     both = fit_exchange_costs([(4, 2, 0.1, 0.001), (2, 1, 0.01, 0.001)], 4, 2)
-    assert both.on(1)[2] == pytest.approx(0.01)
-    assert both.on(2)[4] == pytest.approx(0.1)
-    assert both.on(2)[:3] == (0.0, 0.0, pytest.approx(0.1))
-    assert both.on(1) == both.within
+    assert both[1][2] == pytest.approx(0.01)
+    assert both[2][4] == pytest.approx(0.1)
+    assert both[2][:3] == (0.0, 0.0, pytest.approx(0.1))
+    assert both[1][:3] == (0.0, 0.0, pytest.approx(0.01))
 
 
 MACHINE = """

@@ -71,7 +71,7 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
 
 def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
     found = model(*SOLOS, (SPLIT, "split"))
-    assert found.exchange.within[1:] == (pytest.approx(0.0), pytest.approx(0.005))
+    assert found.exchange[1][1:] == (pytest.approx(0.0), pytest.approx(0.005))
     assert found.sync_seconds == pytest.approx(0.005)
     assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.065, rel=1e-3)
     assert found.predicted_rate(Layout("split", (100, 300))) == pytest.approx(400 / 0.085, rel=1e-3)
@@ -97,7 +97,7 @@ def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> 
     unknown = Timed(
         one.probe, one.step_seconds, one.low_seconds, one.high_seconds, 20, (None, None), (None, None), 0.1, 1.0
     )
-    assert model(*SOLOS, extra=(unknown,)).exchange.within[2] == pytest.approx(0.005, rel=0.02)
+    assert model(*SOLOS, extra=(unknown,)).exchange[1][2] == pytest.approx(0.005, rel=0.02)
     assert found.splits == ()
 
 
@@ -107,8 +107,8 @@ def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last()
     seen = (*three.measure(probes[:1]), *two.measure(probes[1:]))
     for order in (seen, seen[::-1]):
         found = model(*((solo(3, i, 300), "solo") for i in range(3)), extra=order, bench=three)
-        assert found.sync_seconds == found.exchange.on(1)[3]
-        assert found.sync_seconds != found.exchange.on(1)[2]
+        assert found.sync_seconds == found.exchange[1][3]
+        assert found.sync_seconds != found.exchange[1][2]
 
 
 def test_what_safely_fits_ran_or_is_little_more() -> None:
