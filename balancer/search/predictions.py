@@ -127,12 +127,11 @@ class Predictions(MachineModel):
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
         hosts = {self.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
         near = [device for device in self._reachable if self.hosts[device.position] in hosts]
-        costs = self.exchange[len(hosts)]
-        found = [waterfill.smallest_reaching(near, costs, rate, quantum, limit, self._fewest) if near else None]
-        for device in () if problem.all_together else self.split_curves:
-            if alone := self.devices[device.position].alone:
-                single = DeviceCurve(device.position, alone, device.limit)
-                found.append(waterfill.single_reaching(single, rate, quantum, limit))
+        found = [waterfill.smallest_reaching(near, self.exchange[len(hosts)], rate, quantum, limit, self._fewest)]
+        if not problem.all_together:
+            alone = ((one, self.devices[one.position].alone) for one in self.split_curves)
+            singles = [DeviceCurve(one.position, curve, one.limit) for one, curve in alone if curve]
+            found += [waterfill.single_reaching(one, rate, quantum, limit) for one in singles]
         return min((one for one in found if one), key=lambda one: (one.global_batch, one.seconds), default=None)
 
 

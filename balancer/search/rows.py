@@ -113,8 +113,7 @@ class RowDevices(Predictions):
 
     def _most_efficient(self) -> list[Allocation]:
         """The best splits over fewer than all devices, of those that are fast enough; none before any cost is known."""
-        costs = find_objective(self.problem.objective).costs(self.seen.timed(), self.problem.devices)
-        if not costs:
+        if not (costs := find_objective(self.problem.objective).costs(self.seen.timed(), self.problem.devices)):
             return []
 
         def value(one: Allocation) -> float:
@@ -124,8 +123,8 @@ class RowDevices(Predictions):
 
         tops = [one.samples_per_second for one in (self.fastest_split, self.fastest_single) if one]
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
-        found = [one for group in self._sets(costs) if (one := self.split_over(group))]
-        enough = [one for one in found if one.samples_per_second >= least]
+        splits = filter(None, map(self.split_over, self._sets(costs)))
+        enough = [one for one in splits if one.samples_per_second >= least]
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:

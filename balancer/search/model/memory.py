@@ -79,9 +79,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
         With `hoped`, the largest that may fit after all, however many tries lie before it; two that failed are enough.
         """
-        if cap <= self.ran or (
-            self.failed is not None and self.failed - self.ran <= max(quantum, SAME_BATCH * self.ran)
-        ):
+        settled = self.failed is not None and self.failed - self.ran <= max(quantum, SAME_BATCH * self.ran)
+        if settled or cap <= self.ran:
             return min(self.ran, cap) // quantum * quantum
         guess = self.predict_largest()
         if guess is not None and (self.failed is None or guess < self.failed):
