@@ -6,8 +6,8 @@ Predictions assign batches drawn from the lengths of the data, as the training's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from statistics import fmean
 
 import msgspec
@@ -113,6 +113,7 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch: fewer can't be dealt by cost
 LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
+DEALS_KEPT = 512  # of sets of devices and batches, in the models of some twenty steps (CPU of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 
@@ -266,21 +267,16 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two."""
-        hosts = ([i for i in self.able if self.hosts[i] == host] for host in sorted(set(self.hosts)))
-        groups = [group for group in (self.able, *hosts) if len(group) > 1 and self.can_hold(group)]
-        found = map(self._without_idle, groups)
-        fastest = min(found, key=lambda group: self.seconds(group, self.batch), default=None)
-        return self.layout(fastest, self.batch) if fastest else None
+        """The devices that together should be fastest, with a batch dealt to them; None if there are fewer than two.
 
-    def _without_idle(self, devices: Sequence[int]) -> Sequence[int]:
-        """Two or more of the devices: those that don't only keep the others waiting."""
-        slowest = max(devices, key=lambda i: self.seconds((i,), self.batch))
-        fewer = [i for i in devices if i != slowest]
-        if len(fewer) < 2 or not self.can_hold(fewer):
-            return devices
-        gains = self.seconds(fewer, self.batch) < self.seconds(devices, self.batch)
-        return self._without_idle(fewer) if gains else devices
+        Of those of a host, or of all, the slowest may be left out.
+        """
+        able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
+        teams = (able, *([i for i in able if self.hosts[i] == host] for host in sorted(set(self.hosts))))
+        found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
+        holding = (team for team in found if self.can_hold(team))
+        fastest = min(holding, key=lambda team: self.seconds(team, self.batch), default=None)
+        return self.layout(fastest, self.batch) if fastest else None
 
     @cached_property
     def batch(self) -> int:
@@ -297,23 +293,17 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= max(rates.values()) * (1 - problem.tolerance))
 
     def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
-        key = tuple(positions), batch
-        if key not in self._dealt:
-            costs = [one.cost for one in self._of(positions)]
-            ranks = tuple(RankCost(cost, self.walls[i]) for i, cost in zip(positions, costs, strict=True))
-            rates = tuple(1 / cost.seconds(1, self.usual_length) for cost in costs)
-            self._dealt[key] = [Dealer(ranks, rates).deal(lengths) for lengths in self._draw(batch)]
-        return self._dealt[key]
+        ranks = (RankCost(one.cost, self.walls[i]) for i, one in zip(positions, self._of(positions), strict=True))
+        return _deal(tuple(ranks), self.problem.lengths, batch)
 
-    @cached_property
-    def _dealt(self) -> dict[tuple[tuple[int, ...], int], Sequence[Deal]]:
-        return {}
 
-    def _draw(self, batch: int) -> Iterator[list[int]]:
-        """Global batches of rows of the data's lengths, the same in every search."""
-        lengths, rows, (factor, prime) = self.problem.lengths, range(max(batch, DRAWN_ROWS // batch * batch)), _DRAW
-        drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
-        return (drawn[first : first + batch] for first in rows[::batch])
+@lru_cache(DEALS_KEPT)
+def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> Sequence[Deal]:
+    """Global batches of rows drawn from these lengths, the same in every search, and dealt by cost."""
+    (factor, prime), rows = _DRAW, range(max(batch, DRAWN_ROWS // batch * batch))
+    drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
+    dealer = Dealer(ranks, tuple(1 / rank.cost.seconds(1, round(fmean(lengths))) for rank in ranks))
+    return [dealer.deal(drawn[first : first + batch]) for first in rows[::batch]]
 
 
 def _work(seen: Observation, position: int) -> Work | None:
