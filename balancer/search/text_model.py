@@ -247,14 +247,6 @@ class TextModel(MachineModel):
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
         return fmean(steps) + self.exchange_seconds(positions)
 
-    def same_dealing(self, one: Layout, other: Layout) -> bool:
-        """True if no measurement could tell apart how two layouts assign rows: their costs differ by one factor."""
-        if (one.active, one.global_batch, one.tokens) != (other.active, other.global_batch, other.tokens):
-            return False
-        pairs = [(a, b) for a, b in zip(one.costs, other.costs, strict=True) if a and b]
-        ratios = [a.seconds(1, self.usual_length) / b.seconds(1, self.usual_length) for a, b in pairs]
-        return max(ratios) <= min(ratios) * (1 + TIE)
-
     def can_hold(self, positions: Sequence[int]) -> bool:
         """True if one of these devices holds the longest row."""
         return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)

@@ -19,7 +19,7 @@ from ..families import split_evenly
 from ..types import Failed, Layout, Probe, Stage, Timed, layout_of, solo
 from .budget import Budget
 from .decisions import explain_too_long
-from .layouts import NO_CURVE, RETREATS
+from .layouts import NO_CURVE, RETREATS, same_measurement
 from .model.step_time import WIDE
 from .observations import MOST_TURNS
 from .solo_stage import SMALL
@@ -186,11 +186,9 @@ class TextStage:
 
     def _next_split(self) -> tuple[Probe, ...]:
         """The split that the costs predict to be fastest, if it isn't much like one before."""
-        tried = [one for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
-        if not self._with_splits or len(tried) >= MOST_TURNS:
-            return ()
-        layout = self._text.best_split
-        if layout is None or any(self._text.same_dealing(layout, one.probe.layout) for one in tried):
+        tried = [one.probe.layout for one in self._text.seen.in_stage("split") if one.probe.layout.costs]
+        layout = self._text.best_split if self._with_splits and len(tried) < MOST_TURNS else None
+        if layout is None or any(one.tokens == layout.tokens and same_measurement(one, layout) for one in tried):
             return ()
         probe = self._probe(layout, "split", len(tried), bool(self._text.splits))
         return (probe,) if probe else ()
