@@ -54,7 +54,8 @@ class Race:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
-        return self._next_turn(best, "knobs" if chosen.knobs else "race", settled=True)
+        whole = [one for one in best if self.seen.broken(one.layout) is None]
+        return self._next_turn(whole, "knobs" if chosen.knobs else "race", settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
         """The chosen layout once more, and while turns may make it certain; None where nothing else was measured."""

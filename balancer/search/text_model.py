@@ -20,7 +20,7 @@ from ..types import Layout, Observation, OutOfMemory, Problem, Timed
 from .budget import Budget
 from .layouts import RETREAT, TIE
 from .machine_model import MachineModel
-from .model.evidence import CLEAR, group_by, is_noise, relative_error
+from .model.evidence import CLEAR, FEWEST_SIZES, group_by, is_noise, relative_error
 from .model.memory import SAFE_SHARE, Memory, read_memory
 from .observations import Observations
 from .ranking import LEAST_RATE
@@ -56,7 +56,7 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
     What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's: passes that were taken to
     be free would be cut ever smaller.
     """
-    if len(points) < len(Cost.__struct_fields__):
+    if len(points) < FEWEST_SIZES:
         return None
     works = [(one.work.passes, one.work.padded, one.work.padded_lengths) for one in points]
     seconds, errors = [one.seconds for one in points], [one.error * one.seconds for one in points]

@@ -74,6 +74,19 @@ def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
     assert after.layout != best.layout
 
 
+def test_added_time_is_not_spent_on_what_ran_out_of_memory() -> None:
+    """Others took the memory after exploration: nothing fits any more, and no probe is asked again."""
+    bench, asked = Bench(((1.0, 1.0, 0, 500),), 0.0), list[Probe]()
+    search = Search(msgspec.structs.replace(bench.problem(budget_seconds=60.0), spend_all=True))
+    while probes := search.ask():
+        asked += probes
+        for one in bench.measure(probes):
+            full = one.probe.stage in ("race", "check")
+            search.tell(OutOfMemory(one.probe, (0,), "full", 1.0) if full else one)
+    assert any(probe.stage in ("race", "check") for probe in asked)
+    assert len(asked) == len(set(asked))
+
+
 def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
     """Twice, as once may pass; however fast its splits were."""
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)

@@ -81,6 +81,17 @@ def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
     assert small.layout.global_batch < best.layout.global_batch <= 1024
 
 
+@pytest.mark.parametrize("batch", [8, 16])
+def test_a_small_batch_of_rows_that_are_mostly_cut_to_one_length_has_a_plan(batch: int) -> None:
+    """More than half of the rows have 512 tokens: few passes differ, and two of them tell a cost."""
+    search, _ = TextMachine((FAST, SLOW), lengths=lognormal(600, longest=512)).searched(global_batch=batch)
+    best = search.best()
+    assert best is not None
+    assert best.layout.kind == "split"
+    assert best.layout.costs
+    assert best.layout.shares[0] > best.layout.shares[1]
+
+
 def test_no_pass_is_larger_than_memory() -> None:
     """Passes of devices with little memory are small, and their share is by speed all the same."""
     machine = TextMachine((FAST, FAST, FAST), walls=(2000, 100_000, 1000))
