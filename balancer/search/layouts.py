@@ -89,7 +89,7 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
     """True if two layouts have equally many passes and shares too near for a measurement to tell them apart."""
-    if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in {*one.active, *other.active}):
+    if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False
     return all(abs(a - b) <= near * max(a, b) for a, b in zip(one.shares, other.shares, strict=True))
 

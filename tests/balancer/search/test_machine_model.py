@@ -135,6 +135,12 @@ def test_layouts_within_a_little_are_one_measurement(one: tuple[int, int], other
     assert same_measurement(Layout("split", other), Layout("split", one)) == same
 
 
+def test_the_same_shares_in_more_passes_are_another_measurement() -> None:
+    at_once, in_passes = Layout("split", (100, 200)), Layout("split", (100, 200), micro=(100, 100))
+    assert not same_measurement(at_once, in_passes)
+    assert not same_measurement(in_passes, at_once)
+
+
 def test_predictions_are_what_brute_force_finds() -> None:
     """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
     found = model(*SOLOS, (SPLIT, "split"), global_batch=600)

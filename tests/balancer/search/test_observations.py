@@ -111,7 +111,7 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
         timed(alone(8, 0), elapsed_seconds=2.0),
         timed(alone(8, 1), elapsed_seconds=3.0),
         timed(alone(64, 0, 1), elapsed_seconds=4.0),
-        timed(alone(64, 0, 0, "rest"), elapsed_seconds=5.0),
+        timed(alone(64, 1, 0, "rest"), elapsed_seconds=5.0),
         timed(probe(SPLIT, "split"), elapsed_seconds=6.0),
         timed(probe(SPLIT, "race", 1), elapsed_seconds=7.0),
         timed(probe(SPLIT, "race", 2), elapsed_seconds=8.0),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.families import is_even
+from evener.balancer.families import Placement, is_even
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
@@ -140,6 +140,13 @@ def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train()
     assert any(isinstance(one, OutOfMemory) for one in seen)
     assert best is not None
     assert best.layout.active == (0,)
+
+
+def test_a_placement_trains_by_rows_and_has_no_batch_where_they_go_by_cost() -> None:
+    options = LayoutOptions(placements=(Placement("towers"),))
+    search, _ = TextMachine((FAST, SLOW)).searched(options, global_batch=64)
+    assert "place" not in {one.layout.kind for one in search.race.all}
+    assert search.race.common_batch is None
 
 
 def test_one_device_trains_by_cost_too() -> None:
