@@ -21,7 +21,7 @@ from evener.plan.file import (
 )
 
 from ..events import Finished
-from ..families import SOLO
+from ..families import PACK, SOLO
 from ..journal import Header, Record
 from ..number_format import relative_error
 from ..objectives import find_objective
@@ -42,6 +42,7 @@ from ..types import (
     Said,
     Timed,
     Warned,
+    layout_of,
 )
 from . import measurements
 from .learning import find_learning
@@ -143,13 +144,22 @@ def _find_warnings(
 
 def find_not_compared(search: Search, devices: int) -> Iterator[Finding]:
     """Each layout of the race that did not run."""
-    for candidate, seen in search.broken():
+    for candidate, seen in list_broken(search):
         layout = describe(candidate, devices)
         if isinstance(seen, Failed):
             why = seen.detail.rstrip(".")
             yield Finding("not_compared.failed", {"layout": layout, "cause": seen.cause, "why": why})
         else:
             yield Finding("not_compared.out_of_memory", {"layout": layout})
+
+
+def list_broken(search: Search) -> list[tuple[Candidate, Observation]]:
+    """The layouts of the race that failed, with the failure; the smallest pack of a mode of which none ever ran."""
+    race = search.race
+    layouts = [(one, race.seen.broken(one.layout)) for one in race.all]
+    refused = [packing.refused() for _, packing in race.packings]
+    packs = [(Candidate(PACK, seen.probe.layout), seen) for seen in refused if seen]
+    return [(one, seen) for one, seen in (*layouts, *packs) if seen]
 
 
 def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
@@ -178,7 +188,7 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
     """Layouts that the budget left out, with a budget that should do."""
     if search.problem.budget_seconds is None or interrupted:
         return
-    for code, missing in (("unmeasured.layouts", search.race.unmeasured), ("unmeasured.packs", search.ungrown())):
+    for code, missing in (("unmeasured.layouts", search.race.unmeasured), ("unmeasured.packs", list_ungrown(search))):
         if missing:
             layouts = [describe(one, devices) for one in missing]
             yield Finding(code, {"layouts": layouts, "enough_seconds": _find_enough(search)})
@@ -192,9 +202,22 @@ def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
             yield Finding("retreat", {"layout": describe(wished, devices), **shares})
 
 
+def list_ungrown(search: Search) -> list[Candidate]:
+    """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
+    found = [packing.next_layout() for _, packing in search.race.packings if packing.still_gains]
+    return [Candidate(PACK, layout) for layout in found if layout is not None]
+
+
 def _find_enough(search: Search) -> int:
-    """Seconds of a budget that should do."""
-    return STEP_SECONDS * math.ceil(MARGIN * search.enough_seconds() / STEP_SECONDS)
+    """Seconds of a budget that should do to measure every layout once, and another pack of each mode."""
+    race, budget, live = search.race, search.budget, search.model.live
+    missing = [one.layout for one in race.unmeasured]
+    if search.options.with_splits and len(live) > 1 and not race.seen.in_stage("split"):
+        missing.append(layout_of(tuple(int(i in live) for i in range(race.devices))))
+    enough = budget.enough_for(budget.total_seconds(missing))
+    if grown := budget.total_seconds(one.layout for one in list_ungrown(search)):
+        enough = max(enough, budget.enough_to_grow(grown + race.turn_seconds))
+    return STEP_SECONDS * math.ceil(MARGIN * enough / STEP_SECONDS)
 
 
 def find_short_budget(search: Search, seen: Sequence[Observation], end: RunEnd) -> Iterator[Finding]:

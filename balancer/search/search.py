@@ -13,9 +13,9 @@ import msgspec
 
 from evener.plan.layout import Knots
 
-from ..families import PACK, family_of
+from ..families import family_of
 from ..objectives import find_objective
-from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed, layout_of
+from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed
 from .budget import Budget
 from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
@@ -288,31 +288,6 @@ class Search:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.devices).curves(layout)
-
-    # ------------------------------------------------------------------ what a comparison reports beside its ranking
-
-    def ungrown(self) -> tuple[Candidate, ...]:
-        """The next pack in each mode whose throughput still grew when packing's part of the budget was spent."""
-        found = [packing.next_layout() for _, packing in self.race.packings if packing.still_gains]
-        return tuple(Candidate(PACK, layout) for layout in found if layout is not None)
-
-    def enough_seconds(self) -> float:
-        """A budget that should have sufficed to measure every layout once, and another pack of each mode."""
-        budget = self.budget
-        missing = [one.layout for one in self.race.unmeasured]
-        live = self.model.live
-        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
-            missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
-        once = budget.enough_for(budget.total_seconds(missing))
-        grown = budget.total_seconds(one.layout for one in self.ungrown())
-        return max(once, budget.enough_to_grow(grown + self.race.turn_seconds)) if grown else once
-
-    def broken(self) -> tuple[tuple[Candidate, Observation], ...]:
-        """The layouts of the race that failed, with the failure."""
-        pairs = [(one, self._seen.broken(one.layout)) for one in self.race.all]
-        refused = [failure for _, packing in self.race.packings if (failure := packing.refused())]
-        packs = [(Candidate(PACK, failure.probe.layout), failure) for failure in refused]
-        return (*((one, seen) for one, seen in pairs if seen is not None), *packs)
 
 
 def result_of(one: Standing) -> Result:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from evener.balancer.families import PackMode, Placement
 from evener.balancer.probes.simulated import SimulatedProber
-from evener.balancer.result.outcome import RunEnd, find_retreats, find_short_budget, find_unmeasured
+from evener.balancer.result.outcome import (
+    RunEnd,
+    find_retreats,
+    find_short_budget,
+    find_unmeasured,
+    list_broken,
+    list_ungrown,
+)
 from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
 from evener.balancer.search.decisions import Stop
@@ -172,7 +179,7 @@ def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     assert budget < enough < 200
     again, _ = packed(enough, start, *modes)
     tried = [seen.probe.layout for _, packing in again.race.packings for seen in packing.seen]
-    larger = [one.layout for one in search.ungrown()]
+    larger = [one.layout for one in list_ungrown(search)]
     assert larger
     for layout in larger:
         assert layout in tried
@@ -193,7 +200,7 @@ def test_modes_of_packing_grow_in_step() -> None:
     assert [layout.processes for layout in grown] == sorted(layout.processes for layout in grown)
     plain, mps = (sum(layout.placement == mode for layout in grown) for mode in ("", "mps"))
     assert abs(plain - mps) <= 1
-    assert len(search.ungrown()) == 2
+    assert len(list_ungrown(search)) == 2
 
 
 @pytest.mark.parametrize("budget", [120.0, 600.0, None])
@@ -244,7 +251,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     found = again.run(Search(Problem(2, sizes), ALL))
     towers = [one.candidate.layout for one in found.ranking() if one.candidate.layout.placement == "towers"]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
-    assert found.broken() == ()
+    assert list_broken(found) == []
     assert any("ran out of memory" in line and "measured instead" in line for line in say_all(find_retreats(found, 2)))
 
 
@@ -255,7 +262,7 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
-    assert [candidate.layout for candidate, _ in found.broken()] == [towers]
+    assert [candidate.layout for candidate, _ in list_broken(found)] == [towers]
 
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])

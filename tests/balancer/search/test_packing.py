@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer.families import PackMode, pack_on
+from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed, solo
@@ -105,7 +106,7 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
 @pytest.mark.parametrize(("runs", "named"), [(1, [2]), (2, []), (5, [])])
 def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(runs: int, named: list[int]) -> None:
     """Not one on which a larger pack failed: there, that is how the largest was found."""
-    layouts: list[Layout] = [one.layout for one, _ in searched(runs).broken() if one.layout.placement == ""]
+    layouts: list[Layout] = [one.layout for one, _ in list_broken(searched(runs)) if one.layout.placement == ""]
     assert [layout.processes for layout in layouts] == named
 
 
