@@ -221,11 +221,9 @@ class RowDevices(Predictions):
         safe = min(self.devices[i].safe for i in positions)
         if even is None or max(even.shares) <= safe:
             return even
-        layout = self.lay_out_safely(even.shares) if fixed else None
-        if layout:
+        if fixed and (layout := self.lay_out_safely(even.shares)):
             return layout
-        smaller = safe // quantum * quantum * count
-        return None if whole and fixed else split_evenly(self.problem.devices, positions, smaller, quantum)
+        return None if whole and fixed else split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
         count = len(positions)

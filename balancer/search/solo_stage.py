@@ -41,7 +41,7 @@ class SoloStage:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next batch for every device that matters; empty when over."""
-        return self._first_rounds() or self._hopeful_round()
+        return self._first_rounds() or (self._hopeful_round() if self._turn < MOST_ROUNDS else ())
 
     # ------------------------------------------------------------------ a round
 
@@ -54,7 +54,7 @@ class SoloStage:
                 return self._round(kept, turn)
         retried = {one: self._small_batch(one) for one in self._live if self._lacks_a_line(one)}
         retried = {one: batch for one, batch in retried.items() if self._has_time(self._seconds(one, batch))}
-        return self._round(retried, self._turn) if self._turn < MOST_ROUNDS else ()
+        return self._round(retried, self._turn)
 
     def _lacks_a_line(self, one: DeviceModel) -> bool:
         """Whether it ran out of memory before two sizes showed how that grows, and a smaller one can."""
@@ -78,8 +78,7 @@ class SoloStage:
         return {one: due[one] for one in kept} if affordable and self._budget.pays(gain, costs[last]) else {}
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
-        wanted = self._hoped
-        if wanted is None or self._turn >= MOST_ROUNDS:
+        if (wanted := self._hoped) is None:
             return ()
         rows = {self._model.devices[i]: self._pass_of(i, share) for i, share in wanted.shares}
         batches = {one: min(most, one.far) for one, most in rows.items()}

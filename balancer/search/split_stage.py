@@ -32,6 +32,8 @@ class SplitStage:
 
     def next_probe(self) -> Probe | None:
         """The next split, or one device with the others idle; None when the stage is over."""
+        if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
+            return None
         split = self._model.fastest_split
         after = self._budget.least_seconds(self._model.layout(split), split.seconds) if split else 0.0
         return self._probe(self._first_single(after), after) or self._probe(
@@ -76,12 +78,9 @@ class SplitStage:
         """The allocation that is worth a split probe; None when nothing is."""
         tried = self._seen.in_stage("split")
         failed = sum(1 for seen in tried if isinstance(seen, Failed))
-        used = len(tried) + len(self._seen.in_stage("rest"))
-        if len(self._model.live) < 2 or used >= MOST_TURNS or failed >= TRIES:
-            return None  # a network that fails takes minutes each time
         wanted = self._model.fastest_split
-        if wanted is None or not self._gains(wanted):
-            return None
+        if wanted is None or failed >= TRIES or not self._gains(wanted):
+            return None  # a network that fails takes minutes each time
         layout = self._model.layout(wanted)
         return wanted if layout.traits.together and all(layout != seen.probe.layout for seen in tried) else None
 
@@ -111,8 +110,6 @@ class SplitStage:
         if others and self._with_splits and not self._model.splits:
             return None
         rested = [seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")]
-        if len(self._model.splits) + len(rested) >= MOST_TURNS:
-            return None
         fresh = sorted(i for group in self._model.groups if not set(group).intersection(rested) for i in group)
         wanted = fastest(map(self._model.single, fresh))
         if wanted is None:

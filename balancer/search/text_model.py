@@ -153,8 +153,7 @@ class TextModel(MachineModel):
         """True if noise alone explains how two devices' times of the same passes differ."""
         ours, theirs = self._points(one), self._points(other)
         pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
-        gaps = [math.log(a.seconds / b.seconds) for a, b in pairs]
-        return is_noise(gaps, [math.hypot(a.error, b.error) for a, b in pairs])
+        return is_noise([(math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)) for a, b in pairs])
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """The measured steps of a device alone, by rows, rows of a pass, and their length."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from statistics import median, median_low
 
 import msgspec
@@ -59,11 +59,10 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     solo = [one for one in by_rows if one.probe.layout.traits.alone]
-    explored = [one for one in by_rows if one.probe.layout.traits.together]
-    splits = [*explored, *store.raced_splits(position)]
+    splits = [one for one in (*by_rows, *store.raced_splits(position)) if one.probe.layout.traits.together]
     in_passes = [one for one in solo if one.probe.layout.in_passes]
-    at_rest = [one for one in solo if one.probe.stage == "rest" and one not in in_passes]
-    rounds = [one for one in solo if one.probe.stage == "solo" and one not in in_passes]
+    at_rest = [one for one in solo if one.probe.stage == "rest" and not one.probe.layout.in_passes]
+    rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
     slower = _slower_since(store, position, rounds, splits)
     known = store.recovered(position) and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
     in_splits = tuple(read_points(splits, position, slower, known))
@@ -71,7 +70,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
         alone=tuple(read_points(rounds, position, slower)),
         at_rest=tuple(read_points(at_rest, position, slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
-        memory=_memory(store, position, solo, explored),
+        memory=_memory(store, position, by_rows),
         rounds=len(rounds),
         lost=_lost(store, position, seen),
         alone_in_passes=tuple(read_points(in_passes, position, slower)),
@@ -86,12 +85,12 @@ def _blames_passes(position: int, seen: Observation) -> bool:
     return failed and seen.probe.layout.passes(position) > 1
 
 
-def _memory(store: Observations, position: int, solo: list[Observation], splits: list[Observation]) -> Memory:
+def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
     full: list[int] = []
-    for seen in (*solo, *splits):
+    for seen in by_rows:
         layout = seen.probe.layout
         points = alone if layout.traits.alone and not layout.in_passes else in_splits
         share = layout.pass_rows[position]
@@ -135,15 +134,14 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     """
     if position in store.gone:
         return store.gone[position]
-    for one in explored:
-        if not isinstance(one, Failed) or _blames_passes(position, one):
-            continue
-        active = one.probe.layout.active
-        if one.devices != (position,) and active != (position,):
-            continue
-        if one.cause == "device" or (len(active) != 2 and not _too_large(store, position, one)):
-            return one.detail
-    return ""
+    failed = (one for one in explored if isinstance(one, Failed) and not _blames_passes(position, one))
+    own = [one for one in failed if (position,) in (one.devices, one.probe.layout.active)]
+    fatal = (
+        one.detail
+        for one in own
+        if one.cause == "device" or (len(one.probe.layout.active) != 2 and not _too_large(store, position, one))
+    )
+    return next(fatal, "")
 
 
 def _slower_since(
@@ -240,9 +238,9 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how two devices differ, in time at every common batch."""
-    pairs = [*_common(one.alone, other.alone), *_common(one.in_splits, other.in_splits)]
-    gaps, errors = zip(*(_gap(a, b) for a, b in pairs), strict=True) if pairs else ((), ())
-    return not one.lost and not other.lost and is_noise(gaps, errors)
+    pairs = (*product(one.alone, other.alone), *product(one.in_splits, other.in_splits))
+    gaps = [_gap(a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch]
+    return not one.lost and not other.lost and is_noise(gaps)
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:
@@ -251,15 +249,10 @@ def _gap(one: Point, other: Point) -> tuple[float, float]:
     return gap, math.hypot(one.sure_error, other.sure_error)
 
 
-def is_noise(gaps: Sequence[float], errors: Sequence[float]) -> bool:
-    """True if the logarithms of time ratios, at two batches or more, differ from 0 by no more than errors explain."""
-    far = (abs(gap) > BATCH_ERRORS * error for gap, error in zip(gaps, errors, strict=True))
-    if len(gaps) < FEWEST_SIZES or any(far):
+def is_noise(gaps: Sequence[tuple[float, float]]) -> bool:
+    """True if noise explains logarithms of time ratios, with their errors, at two batches or more."""
+    if len(gaps) < FEWEST_SIZES or any(abs(gap) > BATCH_ERRORS * error for gap, error in gaps):
         return False
-    weights = [1 / error**2 for error in errors]
-    mean = math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True)) / math.fsum(weights)
-    return abs(mean) <= MEAN_ERRORS / math.sqrt(math.fsum(weights))
-
-
-def _common(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[Point, Point]]:
-    return [(a, b) for a in points for b in others if abs(a.batch - b.batch) <= SAME_BATCH * a.batch]
+    total = math.fsum(1 / error**2 for _, error in gaps)
+    mean = math.fsum(gap / error**2 for gap, error in gaps) / total
+    return abs(mean) <= MEAN_ERRORS / math.sqrt(total)

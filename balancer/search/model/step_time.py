@@ -75,15 +75,14 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
         return Curve((0.0, float(one.batch)), (one.seconds, one.seconds), one.seconds / one.batch, True, one.error)
     line, worst = _simplest(merged)
     error = median(p.error for p in merged)  # a rough point says nothing of the others
-    if worst <= LINE_ERRORS:
-        return msgspec.structs.replace(line, error=error)
-    if stairs := fit_stairs(found):
-        return stairs.curve(merged[-1].batch, error, among)
-    bends = _bends(merged, line)
-    if not bends:
-        return msgspec.structs.replace(line, simple=False, error=error)
-    times = make_rising([line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)])
-    return Curve((0.0, *(float(batch) for batch, _ in bends)), tuple(times), line.slope * bends[-1][1], False, error)
+    if worst > LINE_ERRORS:
+        if stairs := fit_stairs(found):
+            return stairs.curve(merged[-1].batch, error, among)
+        if bends := _bends(merged, line):
+            times = make_rising([line.seconds(batch) * factor for batch, factor in ((0, bends[0][1]), *bends)])
+            batches = (0.0, *(float(batch) for batch, _ in bends))
+            return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
+    return msgspec.structs.replace(line, simple=worst <= LINE_ERRORS, error=error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
