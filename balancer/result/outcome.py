@@ -167,7 +167,7 @@ def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
     objective, own = find_objective(search.problem.objective), search.value(chosen)
     if not objective.trades_speed or not own:
         return
-    others = (*search.results(), *(Result(one.candidate.layout, one.throughput, one.turns) for one in search.ranking()))
+    others = (*search.results(), *(one.result for one in search.ranking()))
     fastest = max((chosen, *others), key=lambda one: one.throughput.value)
     other, reached = search.value(fastest), {"objective": objective.name, "value": own}
     values = {"reached": reached, "slowdown": search.problem.max_slowdown}

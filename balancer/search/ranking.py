@@ -17,7 +17,7 @@ import msgspec
 
 from ..objectives import Objective, find_objective
 from ..statistics import student
-from ..types import Interval, Layout, Problem
+from ..types import Interval, Layout, Problem, Result
 from .layouts import TIE, Candidate
 from .model.evidence import relative_error
 from .observations import Turns
@@ -65,6 +65,11 @@ class Standing(msgspec.Struct, frozen=True):
     against: Interval | None
     tie: bool
     turns: int
+
+    @property
+    def result(self) -> Result:
+        """The layout's throughput in the race."""
+        return Result(self.candidate.layout, self.throughput, self.turns)
 
     @property
     def unclear(self) -> bool:

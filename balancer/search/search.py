@@ -212,7 +212,7 @@ class Search:
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
-            return result_of(self.race.ranking[0])  # packs and placements are compared in the race alone
+            return self.race.ranking[0].result  # packs and placements are compared in the race alone
         fit = [layout for layout in self._ran if self.problem.global_batch in (None, layout.global_batch)]
         layouts = [one for one in fit if one in raced or not any(same_measurement(one, each) for each in raced)] or fit
         layouts = [one for one in layouts if one in raced or family_of(one).name in self.options.families] or layouts
@@ -255,7 +255,7 @@ class Search:
 
     def best_single(self) -> Result | None:
         """The best single device: as raced, else the fastest measured at the global batch asked for."""
-        raced = [result_of(one) for one in self.ranking() if one.candidate.layout.traits.alone]
+        raced = [one.result for one in self.ranking() if one.candidate.layout.traits.alone]
         batch = self.problem.global_batch
         alone = [one for one in self.solos() if one and batch in (None, one.layout.global_batch)]
         return raced[0] if raced else max(alone, key=lambda one: one.throughput.value, default=None)
@@ -288,8 +288,3 @@ class Search:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.devices).curves(layout)
-
-
-def result_of(one: Standing) -> Result:
-    """A layout's throughput in the race."""
-    return Result(one.candidate.layout, one.throughput, one.turns)
