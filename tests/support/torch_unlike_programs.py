@@ -345,6 +345,17 @@ def a_rate_by_a_ranks_own_loss(shares: Shares, rows: TensorDataset) -> list[torc
 
 
 @refused("The ranks' weights aren't the same")
+def a_rate_that_is_a_rounding_apart(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """By so little that it takes thousands of steps to be seen in a figure."""
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.2 * (1 + 1e-8 * split.rank))
+    for _ in range(4):
+        train(model, split.loader(rows), optimizer)
+    return weights(model)
+
+
+@refused("The ranks' weights aren't the same")
 def a_layer_that_ranks_draw_apart(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
     """Drawn again in each epoch, after masks of which ranks draw unequal numbers."""
     split, last = split_by(shares), nn.Linear(6, CLASSES).double()
