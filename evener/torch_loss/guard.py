@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -82,14 +83,8 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.padded = False  # with its rank's other rows, and what that makes of the loss can't be computed again
         self.exchanges = False  # its models exchange gradients, as far as was seen until it was closed
         self._random = RandomState()
-        self._handles = [
-            handle
-            for each in self._models
-            for handle in (
-                each.register_forward_pre_hook(self._enter, with_kwargs=True),
-                each.register_forward_hook(self._leave, with_kwargs=True),
-            )
-        ]
+        self._handles = [each.register_forward_pre_hook(self._enter) for each in self._models]
+        self._handles += [each.register_forward_hook(self._leave, with_kwargs=True) for each in self._models]
         self.__enter__()
 
     def close(self) -> None:
@@ -111,7 +106,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             return function(*arguments, **given)
         if function is torch.Tensor.backward:
             self.done = True
-            self.fault = self._judge(arguments[0])
+            self.fault = self.judge(arguments[0])
             return function(*arguments, **given)
         result = function(*arguments, **given)
         if function in _SIZES:
@@ -162,9 +157,12 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
     # ------------------------------------------------------------------ judging
 
-    def _judge(self, loss: torch.Tensor) -> str:
+    def judge(self, loss: torch.Tensor) -> str:
+        """The fault of this loss; empty if it is a mean over rows."""
         if self._rows < 2:
             return "each rank has a single row at a time, which can't be divided to compare losses"
+        if {len(each) for each in self._batch} != {self._rows}:
+            return "not every tensor of its batch has a row for each sample"
         try:
             needed = self._find_needed(loss)
             return needed if isinstance(needed, str) else self._compare(loss, needed)
@@ -193,7 +191,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                     places.add(place)
                     queue += _tensors((self._tape[place].arguments, self._tape[place].keywords))
         if id(loss) not in self._from_model:
-            return "its loss isn't computed from the output of a DistributedDataParallel model"
+            return "its loss isn't computed from the output of a wrapped model"
         if not reached:  # the loop fetches its batches ahead of their turn
             return "its loss isn't computed from the batch that its loader gave last"
         return [self._tape[place] for place in sorted(places)]
@@ -255,18 +253,22 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:
     """The wanted tensor as these functions make it of other rows."""
-
-    def now(each: Any) -> Any:
-        if isinstance(each, RowNumber):
-            return each.each * rows
-        return known.get(id(each), each) if isinstance(each, torch.Tensor) else each
-
     for entry in entries:
+        now = partial(_now, known, rows, set(map(id, _tensors(entry.result))))
         under = nullcontext() if entry.autocast is None else torch.autocast(entry.autocast[0], entry.autocast[1])
         with under:
             made = entry.function(*_map(now, entry.arguments), **_map(now, entry.keywords))
         known.update((id(was), each) for was, each in zip(_tensors(entry.result), _tensors(made), strict=True))
     return known[wanted]
+
+
+def _now(known: dict[int, Any], rows: int, changed: set[int], each: Any) -> Any:
+    """The value that stands for one of the batch's; what the program has changed in place stays as it is."""
+    if isinstance(each, RowNumber):
+        return each.each * rows
+    if id(each) in known or not isinstance(each, torch.Tensor):
+        return known.get(id(each), each)
+    return each.clone() if id(each) in changed else each
 
 
 def _map(function: Callable[[Any], Any], data: Any) -> Any:
@@ -277,9 +279,7 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
         return slice(*(_map(function, each) for each in (data.start, data.stop, data.step)))
     if isinstance(data, tuple | list):
         items = [_map(function, each) for each in data]
-        return (
-            type(data)(*items) if hasattr(data, "_fields") else list(items) if isinstance(data, list) else tuple(items)
-        )
+        return data._make(items) if hasattr(data, "_make") else items if isinstance(data, list) else tuple(items)
     return function(data)
 
 

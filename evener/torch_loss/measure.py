@@ -226,9 +226,8 @@ def _put_back(value: Any, was: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         version, copied = was
-        if value._version != version:
-            with torch.no_grad():
-                value.copy_(copied)
+        with torch.no_grad():  # one that was changed by its data alone has its version still
+            (value.data if value._version == version else value).copy_(copied)
         return
     if isinstance(value, set):
         value.clear()

@@ -147,6 +147,50 @@ def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
         assert said in judge(body)
 
 
+def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared() -> None:
+    """A time-major batch of four samples, which would be cut between its steps."""
+    model, batch = nn.Linear(4, 1), (torch.ones(6, 4), torch.ones(4))
+    guard = Guard([model], batch)
+    model(batch[0]).std().backward()
+    guard.close()
+    assert "a row for each sample" in guard.fault
+    assert not guard.measured
+
+
+def test_packed_rows_are_written_down_and_computed_again() -> None:
+    model, inputs, lengths = nn.LSTM(3, 2, batch_first=True), torch.randn(4, 5, 3), torch.tensor([5, 4, 4, 2])
+    guard = Guard([model], (inputs, lengths))
+    packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True)
+    made, _ = model(packed)
+    made.data.mean().backward()
+    guard.close()
+    assert "isn't a mean over rows" in guard.fault
+
+
+def test_a_buffer_that_is_changed_by_its_data_is_put_back() -> None:
+    class Counting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.seen.data.add_(1)
+            return super().forward(inputs)
+
+    model, inputs = Counting(3, 1), torch.randn(ROWS, 3)
+    model.register_buffer("seen", torch.zeros(()))
+    guard = Guard([model], inputs)
+    model(inputs).mean().backward()
+    guard.close()
+    assert (guard.fault, float(model.seen)) == ("", 1.0)
+
+
+def test_a_weight_that_the_loop_moves_in_place_stays_where_it_is() -> None:
+    """A target that follows the model, and is part of the loss."""
+    model, target, inputs = nn.Linear(3, 1), torch.zeros(1, 3), torch.randn(ROWS, 3)
+    guard = Guard([model], inputs)
+    target.lerp_(torch.ones(1, 3), 0.5)
+    (model(inputs) - inputs @ target.T).square().mean().backward()
+    guard.close()
+    assert target.tolist() == [[0.5] * 3]
+
+
 def test_a_single_row_cannot_be_compared() -> None:
     class Bare(nn.Linear):
         pass
