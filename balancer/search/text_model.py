@@ -133,6 +133,12 @@ class TextModel(MachineModel):
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
+    def single_passes(self, position: int) -> dict[int, float]:
+        """Seconds of each step of one pass of rows of one length, by its tokens."""
+        ran = [(one, one.probe.layout) for one in self.tried_alone(position) if isinstance(one, Timed)]
+        alike = [(one, layout) for one, layout in ran if layout.length and not layout.in_passes]
+        return {layout.global_batch * layout.length: one.step_seconds for one, layout in alike}
+
     @cached_property
     def usual_length(self) -> int:
         """The mean tokens of a row."""
@@ -251,7 +257,12 @@ class TextModel(MachineModel):
         return any(self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions)
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 for unknown costs."""
+        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0 for unknown costs.
+
+        Passes of one length are predicted in proportion to the largest so far: a cost fitted to small ones is too low.
+        """
+        if steps := self.single_passes(layout.active[0]) if layout.length else {}:
+            return layout.global_batch / steps[max(steps)] / max(1.0, layout.global_batch * layout.length / max(steps))
         if not set(self.able).issuperset(layout.active):
             return 0.0
         return layout.global_batch / max(self.seconds(layout.active, layout.global_batch), LEAST_RATE)

@@ -112,24 +112,12 @@ class TextStage:
 
     def _probe(self, layout: Layout, stage: Stage, turn: int, plan: bool) -> Probe | None:
         """The probe, if the budget affords it: without a `plan`, all of the budget."""
-        step = self._seconds(layout)
+        rate = self._text.predicted_rate(layout)
+        step = layout.global_batch / rate if rate else None
         if not self._budget.affords(layout, stage if plan else "race", step):
             return None
         seconds = self._budget.probe_seconds(layout, stage, step_seconds=step)
         return Probe(layout, stage, min(seconds, PASS_SECONDS) if layout.length else seconds, turn)
-
-    def _seconds(self, layout: Layout) -> float | None:
-        """The predicted seconds of a step; None if the budget's own guess has to do.
-
-        Passes of one length are predicted in proportion to the largest so far: a cost fitted to small ones is too low.
-        """
-        if layout.costs:
-            return self._text.seconds(layout.active, layout.global_batch)
-        position = layout.active[0]
-        if not layout.length or not (steps := self._single_passes(position)):
-            return None
-        largest = max(steps)
-        return steps[largest] * max(1.0, layout.shares[position] * layout.length / largest)
 
     # ------------------------------------------------------------------ passes of one length
 
@@ -143,16 +131,10 @@ class TextStage:
         yield self._same_length(position, middle, tokens)
         while self._worth_growing(position, longest, tokens := tokens * WIDE):
             yield self._same_length(position, longest, tokens)
-        largest = max((longest, *self._single_passes(position)))
+        largest = max((longest, *self._text.single_passes(position)))
         yield self._same_length(position, self._quantile(SHORT), max(largest // WIDE, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
             yield self._same_length(position, length, largest)
-
-    def _single_passes(self, position: int) -> dict[int, float]:
-        """Seconds of each step of one pass, by its tokens."""
-        timed = [one for one in self._text.tried_alone(position) if isinstance(one, Timed)]
-        ran = [(one.probe.layout, one.step_seconds) for one in timed if one.probe.layout.length]
-        return {layout.shares[position] * layout.length: seconds for layout, seconds in ran if not layout.in_passes}
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
@@ -165,7 +147,7 @@ class TextStage:
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are ever taken."""
-        steps = self._single_passes(position).values()
+        steps = self._text.single_passes(position).values()
         if not steps or max(steps) >= min(LONG_ENOUGH * min(steps), self._budget.longest_step() / WIDE):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
