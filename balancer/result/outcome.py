@@ -214,8 +214,8 @@ def _find_enough(search: Search) -> int:
     missing = [one.layout for one in race.unmeasured]
     if search.options.with_splits and len(live) > 1 and not race.seen.in_stage("split"):
         missing.append(layout_of(tuple(int(i in live) for i in range(race.devices))))
-    enough = budget.enough_for(budget.total_seconds(missing))
-    if grown := budget.total_seconds(one.layout for one in list_ungrown(search)):
+    enough = budget.enough_for(sum(map(budget.least_seconds, missing)))
+    if grown := sum(budget.least_seconds(one.layout) for one in list_ungrown(search)):
         enough = max(enough, budget.enough_to_grow(grown + race.turn_seconds))
     return STEP_SECONDS * math.ceil(MARGIN * enough / STEP_SECONDS)
 

@@ -137,10 +137,6 @@ class Budget:
         step = self._step(layout) if step_seconds is None else step_seconds
         return self.start_seconds(layout) + self._warm_up(layout, step) + max(SHORTEST_PROBE_SECONDS, steps * step)
 
-    def total_seconds(self, layouts: Iterable[Layout]) -> float:
-        """Seconds of the shortest probe of each layout."""
-        return sum(self.least_seconds(layout) for layout in layouts)
-
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """The number of turns of these layouts that still fit the budget; infinite without one."""
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)

@@ -110,7 +110,7 @@ class Race:
         if not self._budget.affords(layout, "race", reserved=knobs):
             return ()
         stage: Stage = "pack" if layout.traits.side_by_side and layout.placement != "logical" else "race"
-        others = self._budget.total_seconds(one.layout for one in self.unmeasured if one.layout != layout)
+        others = sum(self._budget.least_seconds(one.layout) for one in self.unmeasured if one.layout != layout)
         probes = len(self._unmeasured) + (ENOUGH_TURNS - 1) * len(self.turns)
         reserved = knobs + others if self.options.needs_more_children else 0.0
         seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
@@ -190,12 +190,12 @@ class Race:
     @property
     def turn_seconds(self) -> float:
         """The least seconds that a turn of every candidate, with knobs, should take; packs leave as many."""
-        return self._budget.total_seconds(one.layout for one in self.running) + self._knobs_seconds
+        return sum(self._budget.least_seconds(one.layout) for one in self.running) + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
         """The least seconds that one turn of the winner with each knob should take."""
-        return self._budget.total_seconds(one.layout for one in self._knob_rivals)
+        return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
     # ------------------------------------------------------------------ candidates
 

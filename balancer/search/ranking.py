@@ -15,7 +15,7 @@ from statistics import NormalDist, fmean
 
 import msgspec
 
-from ..objectives import Objective, find_objective
+from ..objectives import find_objective
 from ..statistics import student
 from ..types import Interval, Layout, Problem, Result
 from .layouts import TIE, Candidate
@@ -102,18 +102,19 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
     or a placement, the simplest layout less than 1 % from the fastest, or less than the tolerance if that is smaller.
     An objective that trades speed chooses the layout with most of it among those at most `max_slowdown` slower.
     """
-    leader = max(ran, key=lambda one: throughput(turns[one.layout]).value)
+    rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
+    leader = max(ran, key=lambda one: rates[one.layout])
     gaps = {one.layout: compare_turns(turns[one.layout], turns[leader.layout]).interval() for one in ran}
     if (objective := find_objective(problem.objective)).trades_speed:
         within = [one for one in ran if gaps[one.layout].value >= -problem.max_slowdown]
-        return max([leader, *within], key=lambda one: value_of(objective, turns[one.layout]))
+        return max([leader, *within], key=lambda one: objective.value(rates[one.layout], turns[one.layout].values()))
     if leader.synchronous and problem.global_batch is None and problem.tolerance:
         lead = turns[leader.layout]
         within = [one for one in ran if one.synchronous and is_tolerable(turns[one.layout], lead, problem.tolerance)]
         return min([leader, *within], key=lambda one: (one.layout.global_batch, -gaps[one.layout].value))
     margin = min(TIE, problem.tolerance)
     close = [one for one in ran if one is leader or abs(gaps[one.layout].value) < margin]
-    return min(close, key=lambda one: (one.simplicity, -throughput(turns[one.layout]).value))
+    return min(close, key=lambda one: (one.simplicity, -rates[one.layout]))
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
@@ -174,11 +175,6 @@ def _pooled(assumed: float, values: Sequence[float]) -> float:
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)
     return math.sqrt((DRIFT_WEIGHT * assumed + spread) / (DRIFT_WEIGHT + len(values) - 1))
-
-
-def value_of(objective: Objective, turns: Turns) -> float:
-    """The objective's value for a layout by its turns; 0 if it is unknown."""
-    return objective.value(throughput(turns).value, turns.values())
 
 
 def center(figure: Interval, value: float) -> Interval:
