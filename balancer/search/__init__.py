@@ -21,7 +21,7 @@ computation. A share fits while m0_i + m1_i * b_i is within the device's memory.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until it says nothing new. For a number of devices never measured,
    c_k is assumed low, so that using fewer devices gets tried. Of a free batch, the smallest split that is
-   predicted to be within the tolerance of the fastest (`tolerable`) is raced. A device that may beat every split alone
+   predicted to be within the tolerance of the fastest (`within`) is raced. A device that may beat every split alone
    is measured while the others are idle (stage `rest`); of a fixed batch that may come before the first split.
 3. `race`: every family that was asked for (`balancer/families`) names its candidates, and all are measured in turns.
    They are compared within each turn, so drift cancels (`ranking`). The best single device always takes part. Packs of

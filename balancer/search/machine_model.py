@@ -51,6 +51,7 @@ class MachineModel:
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
         self.problem, self.seen, self.quantum = problem, seen, problem.multiple_of
+        self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.live = tuple(i for i, one in enumerate(evidence) if not one.out_of_use(self.quantum))
@@ -73,12 +74,9 @@ class MachineModel:
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
         """Devices measured while the others were idle: the best of each that still fits and has a batch asked for."""
-        best: dict[int, Timed] = {}
-        for one in self.seen.still_fit(self.seen.timed("rest")):
-            (i,), batch = one.probe.layout.active, one.probe.layout.global_batch
-            if self.problem.global_batch in (None, batch):
-                best[i] = max(best.get(i, one), one, key=lambda each: each.samples_per_second)
-        return best
+        fit = self.seen.still_fit(self.seen.timed("rest"))
+        asked = [one for one in fit if self.problem.global_batch in (None, one.probe.layout.global_batch)]
+        return {one.probe.layout.active[0]: one for one in sorted(asked, key=lambda one: one.samples_per_second)}
 
     @cached_property
     def exchange(self) -> ExchangeCosts:

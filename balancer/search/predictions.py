@@ -22,10 +22,6 @@ Solve = Callable[[Sequence[DeviceCurve], Costs], Allocation | None]
 class Predictions(MachineModel):
     """A model of the machine, and the layouts that it predicts to be best."""
 
-    @property
-    def _fewest(self) -> int:
-        return self.problem.devices if self.problem.all_together else 2  # devices of a split
-
     def layout(self, wanted: Allocation) -> Layout:
         """An allocation as a layout of the request."""
         shares = dict(wanted.shares)
@@ -80,8 +76,8 @@ class Predictions(MachineModel):
 
         def solve(devices: Sequence[DeviceCurve], costs: Costs) -> Allocation | None:
             if batch is not None:
-                return waterfill.split_fixed(devices, costs, batch, quantum, self._fewest)
-            return waterfill.split_free(devices, costs, quantum, limit, self._fewest)
+                return waterfill.split_fixed(devices, costs, batch, quantum, self.fewest)
+            return waterfill.split_free(devices, costs, quantum, limit, self.fewest)
 
         return split_over_hosts(devices, self.hosts, self.exchange, solve)
 
@@ -127,7 +123,7 @@ class Predictions(MachineModel):
         rate, limit = max(tops) * (1 - part * problem.tolerance), problem.max_global_batch
         hosts = {self.hosts[i] for i, _ in self.fastest_split.shares} if self.fastest_split else set()
         near = [device for device in self._reachable if self.hosts[device.position] in hosts]
-        found = [waterfill.smallest_reaching(near, self.exchange[len(hosts)], rate, quantum, limit, self._fewest)]
+        found = [waterfill.smallest_reaching(near, self.exchange[len(hosts)], rate, quantum, limit, self.fewest)]
         if not problem.all_together:
             alone = ((one, self.devices[one.position].alone) for one in self.split_curves)
             singles = [DeviceCurve(one.position, curve, one.limit) for one, curve in alone if curve]

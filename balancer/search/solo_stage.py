@@ -97,7 +97,8 @@ class SoloStage:
         batches = dict(wanted)
         for one in self._live:
             even = max(self._even_share(one), batches.get(one, 0))
-            batch = even or self._widest_gap(one)
+            measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
+            batch = even or max(self._quantum, self._middle_of_widest(measured))
             if self._seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(one, batch):
                 batches[one] = batch
         return batches
@@ -198,11 +199,6 @@ class SoloStage:
         if plan is None and self._problem.global_batch is not None:
             plan = self._model.fastest_single
         return self._budget.least_seconds(self._model.layout(plan), plan.seconds) if plan else 0.0
-
-    def _widest_gap(self, one: DeviceModel) -> int:
-        """The middle of the widest gap between measured batches."""
-        batches = sorted({p.batch for p in one.evidence.alone} | {self._quantum})
-        return max(self._quantum, self._middle_of_widest(batches))
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """The middle of the gap between two batches that is widest in proportion; 0 if none is so much wider."""
