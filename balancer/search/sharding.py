@@ -45,7 +45,9 @@ class Sharding:
 
     def next_probes(self) -> tuple[Probe, ...]:
         """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
-        probes = self.devices.next_probes(self._budget, True) if self.parts is not None else ()
+        if self.parts is None:
+            return ()
+        probes = self.devices.next_probes(Budget(self.devices.problem, BALANCE, self.devices.seen), True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
@@ -64,7 +66,7 @@ class Sharding:
     def parts(self) -> tuple[float, ...] | None:
         """The part of the state that each device holds; empty while unknown, None if it doesn't fit beside a row."""
         problem = self._problem
-        needs = [need for need in self._needs if need is not None]
+        needs = self._needs
         if problem.state is None or len(needs) < problem.devices:
             return ()
         limits = [limit for limit in problem.memory_bytes if limit is not None]
@@ -75,24 +77,21 @@ class Sharding:
         found = (share_state([part * limit for limit in limits], needs, problem) for part in free)
         return next((parts for parts in found if parts), None)
 
-    @cached_property
-    def _needs(self) -> list[Need | None]:
-        """The need of each device by its first two measurements alone; None before any."""
+    @property
+    def _needs(self) -> list[Need]:
+        """The need of each device that ran alone, by its first two measurements."""
         alone = [one for one in self._seen if isinstance(one, Timed) and not one.probe.layout.traits.together]
         first = Observations(self._problem)
         for position in range(self._problem.devices):
             own = sorted((one for one in alone if one.probe.layout.shares[position]), key=lambda one: one.probe.turn)
             for one in own[:FEWEST_SIZES]:  # parts of state don't move once a step was measured with them
                 first.add(self._as_rows(one))
-        return [self._need(read_device(first, position)) for position in range(self._problem.devices)]
+        devices = (read_device(first, position) for position in range(self._problem.devices))
+        return [self._need(device) for device in devices if device.alone]
 
-    def _need(self, device: DeviceEvidence) -> Need | None:
+    def _need(self, device: DeviceEvidence) -> Need:
         gathered, memory = self._state.gathered_bytes, device.memory
-        if not device.alone:
-            return None
-        if not memory.points:
-            return Need(gathered, 0.0, device.best_rate)
-        batch, used = memory.points[-1]
+        batch, used = memory.points[-1] if memory.points else (1, gathered)
         base = min(used, gathered) if memory.line is None else memory.line[0]
         return Need(base, max(0.0, used - base) / batch, device.best_rate)
 
@@ -101,25 +100,13 @@ class Sharding:
     @cached_property
     def devices(self) -> RowDevices:
         """The devices as if each held the model in what its part of the state leaves."""
-        return RowDevices(self._reduced_problem, self._replicas, self._budget)
-
-    @cached_property
-    def _budget(self) -> Budget:
-        return Budget(self._reduced_problem, BALANCE, self._replicas)
-
-    @cached_property
-    def _reduced_problem(self) -> Problem:
-        parts = self.parts or (0.0,) * self._problem.devices
-        left = self._without_state(self._problem.memory_bytes, parts)
-        return msgspec.structs.replace(self._problem, memory_bytes=left)
-
-    @cached_property
-    def _replicas(self) -> Observations:
-        known = Observations(self._reduced_problem)
+        left = self._without_state(self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices)
+        problem = msgspec.structs.replace(self._problem, memory_bytes=left)
+        known = Observations(problem)
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._as_rows(one))
-        return known
+        return RowDevices(problem, known, Budget(problem, BALANCE, known))
 
     def _without_state(self, sizes: Sequence[int | None], parts: Sequence[float]) -> tuple[int | None, ...]:
         """The bytes of each device without its part of the state."""
