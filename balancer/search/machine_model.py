@@ -50,7 +50,7 @@ class MachineModel:
     by_rows = True  # devices take rows in the order of the data: packs and placements can train so too
 
     def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        self.problem, self.seen, self.quantum = problem, seen, problem.multiple_of
+        self.problem, self.seen, self.budget, self.quantum = problem, seen, budget, problem.multiple_of
         self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])

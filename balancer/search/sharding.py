@@ -47,7 +47,7 @@ class Sharding:
         """The next rows for every device alone, else the next whole step; empty when nothing is wanted."""
         if self.parts is None:
             return ()
-        probes = self.devices.next_probes(Budget(self.devices.problem, BALANCE, self.devices.seen), True)
+        probes = self.devices.next_probes(self.devices.budget, True)
         whole = any(probe.layout.traits.together for probe in probes)
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 

@@ -16,13 +16,11 @@ from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
-from ..types import Layout, Observation, OutOfMemory, Problem, Timed
-from .budget import Budget
+from ..types import Layout, Observation, OutOfMemory, Timed
 from .layouts import RETREAT, TIE
 from .machine_model import MachineModel
 from .model.evidence import CLEAR, FEWEST_SIZES, group_by, is_noise, relative_error
 from .model.memory import SAFE_SHARE, Memory, read_memory
-from .observations import Observations
 from .ranking import LEAST_RATE
 
 
@@ -113,7 +111,7 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 DRAWN_ROWS = 512  # that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
 SMALLEST_BATCH = 4  # rows for each device, of a free global batch: fewer can't be dealt by cost
 LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
-DEALS_KEPT = 512  # of sets of devices and batches, in the models of some twenty steps (CPU of ask)
+DEALS_KEPT = 128  # of sets of devices and batches, in some four models (CPU of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 
@@ -121,10 +119,6 @@ class TextModel(MachineModel):
     """The costs by one set of observations, over the devices that are left."""
 
     by_rows = False
-
-    def __init__(self, problem: Problem, seen: Observations, budget: Budget) -> None:
-        super().__init__(problem, seen, budget)
-        self._longest_step = budget.longest_step()
 
     # ------------------------------------------------------------------ what was seen
 
@@ -135,8 +129,8 @@ class TextModel(MachineModel):
 
     def single_passes(self, position: int) -> dict[int, float]:
         """Seconds of each step of one pass of rows of one length, by its tokens."""
-        ran = [(one, one.probe.layout) for one in self.tried_alone(position) if isinstance(one, Timed)]
-        alike = [(one, layout) for one, layout in ran if layout.length and not layout.in_passes]
+        ran = [one for one in self.tried_alone(position) if isinstance(one, Timed) and not one.probe.layout.in_passes]
+        alike = ((one, one.probe.layout) for one in ran if one.probe.layout.length)
         return {layout.global_batch * layout.length: one.step_seconds for one, layout in alike}
 
     @cached_property
@@ -184,7 +178,7 @@ class TextModel(MachineModel):
                 own, expected = own + seconds, expected + alone.seconds(work)
         return own / expected if own and expected else 1.0
 
-    def _of(self, positions: Sequence[int]) -> list[StepCost]:
+    def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
         """The costs of some devices in a split, or of one alone."""
         return [one for i in positions if (one := (self.costs if len(positions) > 1 else self.alone)[i])]
 
@@ -238,7 +232,7 @@ class TextModel(MachineModel):
         devices = range(self.problem.devices)
         sizes = [sum(each) for each in zip(*(one.sizes for one in self._deals(positions, batch)), strict=True)]
         rows = dict(zip(positions, apportion(batch, sizes), strict=True))
-        costs = dict(zip(positions, self._of(positions), strict=True))
+        costs = dict(zip(positions, self._costs_of(positions), strict=True))
         return Layout(
             "split" if len(positions) > 1 else "solo",
             tuple(rows.get(i, 0) for i in devices),
@@ -248,7 +242,7 @@ class TextModel(MachineModel):
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
         """The predicted time of one step."""
-        beside = [one.step_s for one in self._of(positions)]
+        beside = [one.step_s for one in self._costs_of(positions)]
         steps = [max(map(sum, zip(beside, one.seconds, strict=True))) for one in self._deals(positions, batch)]
         return fmean(steps) + self.exchange_seconds(positions)
 
@@ -283,19 +277,19 @@ class TextModel(MachineModel):
     @cached_property
     def batch(self) -> int:
         """The global batch: the fixed one, else the smallest that is within the tolerance of the fastest."""
-        problem, quantum = self.problem, self.problem.multiple_of
+        problem, quantum = self.problem, self.quantum
         if problem.global_batch is not None:
             return problem.global_batch
         most = max(quantum, min(LARGEST_BATCH, problem.max_global_batch or LARGEST_BATCH) // quantum * quantum)
         least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
         sizes = sorted({min(most, least << doublings) for doublings in range(LARGEST_BATCH.bit_length())})
         seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
-        longest = max(self._longest_step, seconds[sizes[0]])
+        longest = max(self.budget.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
         return min(batch for batch, rate in rates.items() if rate >= max(rates.values()) * (1 - problem.tolerance))
 
     def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
-        ranks = (RankCost(one.cost, self.walls[i]) for i, one in zip(positions, self._of(positions), strict=True))
+        ranks = (RankCost(one.cost, self.walls[i]) for i, one in zip(positions, self._costs_of(positions), strict=True))
         return _deal(tuple(ranks), self.problem.lengths, batch)
 
 
