@@ -125,7 +125,7 @@ class Observations:
         over = [i for one in checked[:1] for i in one.probe.layout.active if self.recovered(i)]
         checks = {one.probe.turn: one for one in checked if not any(map(one.held_back, over))}
         before = {turn: one for turn, one in turns.items() if turn < min(checks, default=0)}
-        least = min((one.throughput.low for one in _steady(before).values()), default=0.0)
+        least = min((one.throughput.low for one in _steady(before).values()), default=math.inf)
         slower = all(one.throughput.high < least for one in _steady(checks).values())
         since = {turn: one for turn, one in turns.items() if checks and turn >= min(checks)}
         return {**checks, **since} if checks and slower else {}

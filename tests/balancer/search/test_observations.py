@@ -262,6 +262,12 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
     assert gone.lost == "it ended"
 
 
+def test_the_check_of_a_layout_that_never_raced_is_its_turn() -> None:
+    """It was measured in the solo stage alone, before its device was held back: that figure is no more true."""
+    slow = timed(probe(solo(2, 0, 64), "check", 1), 0.2)
+    assert list(store(timed(alone(64)), slow).turns(slow.probe.layout).values()) == [slow]
+
+
 def errors(*splits: Timed) -> list[tuple[float, ...]]:
     """The errors of each device's points: 60 and 40 rows alone in 0.1 s, and these splits."""
     found = store(timed(alone(60)), timed(alone(40, 1)), *splits)
