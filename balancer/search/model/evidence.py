@@ -64,8 +64,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     at_rest = [one for one in solo if one.probe.stage == "rest" and not one.probe.layout.in_passes]
     rounds = [one for one in solo if one.probe.stage == "solo" and not one.probe.layout.in_passes]
     slower = _slower_since(store, position, rounds, splits)
-    known = store.recovered(position) and any(isinstance(one, Timed) and not one.held_back(position) for one in rounds)
-    in_splits = tuple(read_points(splits, position, slower, known))
+    in_splits = tuple(read_points(splits, position, slower))
     return DeviceEvidence(
         alone=tuple(read_points(rounds, position, slower)),
         at_rest=tuple(read_points(at_rest, position, slower)),
@@ -147,34 +146,33 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 def _slower_since(
     store: Observations, position: int, rounds: Sequence[Observation], splits: Sequence[Observation]
 ) -> float:
-    """The factor by which a device's steps now take longer, if it was held back in its last check; otherwise 1."""
-    checks = [one for one in store.timed("check") if one.probe.layout.shares[position]]
-    if not checks or not checks[-1].held_back(position):
+    """The factor by which steps now take longer, if it was held back in its last check, or always before any; or 1."""
+    later = [one for one in store.timed("split", "race", "check") if one.probe.layout.shares[position]]
+    checks = [one for one in later if one.probe.stage == "check"]
+    if len(later) < 2 or not all(one.held_back(position) for one in checks[-1:] or later):  # once is a burst (throttle)
         return 1.0
     steady = [[one for one in seen if isinstance(one, Timed) and not one.held_back()] for seen in (rounds, splits)]
     curve = fit_curve(point for seen in steady for point in read_points(seen, position))
     if curve is None:
         return 1.0
-    held = [one for one in checks if one.held_back(position)]
+    held = [one for one in checks or later if one.held_back(position) and one.probe.layout.by_rows]
     ratios = [p.seconds / curve.seconds(p.batch) for p in read_points(held, position) if p.passes == 1]
     return max(1.0, median(ratios or [1.0]))
 
 
-def read_points(
-    seen: Sequence[Observation], position: int, slower: float = 1.0, known: bool = False
-) -> Iterator[Point]:
+def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
     """The device's own part of steps, or whole steps that it took alone, with standard errors.
 
     Each error is the larger of its own error and the error expected from the median noise per step: an interval of few
     blocks is often too narrow by luck, as a probe ends once it is narrow enough; but by `LUCKY` at most, as steps of
-    few rows may be noisier. A device that was held back says little of its curve, unless that isn't `known` otherwise,
-    or it is `slower` by this factor since.
+    few rows may be noisier. A device that was held back says little of its curve, unless nothing else does, or it is
+    `slower` by this factor since.
     """
     timed = [one for one in seen if isinstance(one, Timed)]
     own = [one.device_seconds[position] or one.step_seconds * one.probe.layout.traits.alone for one in timed]
     found = [(one, seconds) for one, seconds in zip(timed, own, strict=True) if seconds]
     steady = [(one, seconds) for one, seconds in found if not one.held_back(position)]
-    found = steady if (known or steady) and slower == 1 else found
+    found = steady if steady and slower == 1 else found
     noise = median([relative_error(one) * math.sqrt(max(1, one.steps)) for one, _ in found] or [0.0])
     for one, seconds in found:
         layout, error = one.probe.layout, relative_error(one)
