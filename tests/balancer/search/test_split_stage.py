@@ -10,6 +10,8 @@ import pytest
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.types import Failed, Layout, Observation, Probe, Timed, solo
+from tests.support import machine_families_hard as hard
+from tests.support import search_trials as trials
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, noisy, searched
 
@@ -49,6 +51,12 @@ def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_bei
 
     run_search(search, measure)
     assert "split" in {probe.layout.kind for probe in seen}
+
+
+def test_a_device_alone_whose_steps_may_take_most_of_the_budget_comes_after_the_splits() -> None:
+    """Two steps in passes take 43 of the 80 s that are left, and no split followed: it has a third of the samples/s."""
+    (case,) = hard.cases("passes_dear", 96_002)
+    assert trials.run(case.machine, case.ask, case.seed).regret <= 0.03
 
 
 def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:
