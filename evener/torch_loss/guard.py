@@ -7,7 +7,7 @@ of the rows: nothing of the program's own code runs twice, and nothing of it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..errors import RequestError
-from ..torch_rows.structure import cut_rows, tensors_in
+from ..torch_rows.structure import address, cut_rows, tensors_in
 from .check import CheckBatch, LossCheck
 from .measure import LossMeasure, RandomState, kept_state
 
@@ -150,9 +150,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Note the numbers that weights or gradients are used with, as in an average of the weights of all steps."""
         every = _leaves(given) if _is_arithmetic(function) else []
         numbers = [float(each) for each in every if isinstance(each, int | float) and not isinstance(each, bool)]
-        if numbers and (places := {_place(each) for each in every if isinstance(each, torch.Tensor)} - {0}):
+        if numbers and (places := {address(each) for each in every if isinstance(each, torch.Tensor)} - {0}):
             own = (each for model in self._models for weight in model.parameters() for each in (weight, weight.grad))
-            if any(each is not None and _place(each) in places for each in own):
+            if any(each is not None and address(each) in places for each in own):
                 self.uses += tuple(numbers)
 
     # ------------------------------------------------------------------ judging
@@ -292,13 +292,6 @@ def _leaves(data: Any) -> list[Any]:
 def _is_arithmetic(function: Any) -> bool:
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _NUMBERS)
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Where a tensor's data begin; 0 for one without any."""
-    with suppress(RuntimeError):
-        return int(tensor.data_ptr())
-    return 0
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

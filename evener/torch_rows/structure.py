@@ -41,6 +41,14 @@ class DealtBatch:
         self._refuse()
 
 
+def address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; the id of a tensor without one (a sparse one)."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
     """`function` of every tensor in tuples, lists and mappings, which keep their types; all else as it is."""
     if isinstance(data, torch.Tensor):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
 from ..torch_rows.loader import Epoch, StepListener
-from ..torch_rows.structure import DealtBatch, cut_rows, tensors_in
+from ..torch_rows.structure import DealtBatch, address, cut_rows, tensors_in
 from .collectives import is_equal_everywhere
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
@@ -146,7 +146,7 @@ class TakenBatch:
 
     def holds(self, addresses: set[int]) -> bool:
         """True if one of the batch's tensors lies at one of the addresses."""
-        return any((tensor := each()) is not None and _address(tensor) in addresses for each in self.tensors)
+        return any((tensor := each()) is not None and address(tensor) in addresses for each in self.tensors)
 
     def weighs_as(self, other: TakenBatch) -> bool:
         """True if every rank has the same part of both batches."""
@@ -241,7 +241,7 @@ class BatchTracker:
 
     def _match(self, inputs: Any, epochs: Sequence[Epoch]) -> TakenBatch | None:
         """The batch whose tensors are among the inputs, or None if only each epoch's newest comes into question."""
-        addresses = {_address(tensor) for tensor in tensors_in(inputs)} - {0}
+        addresses = {address(tensor) for tensor in tensors_in(inputs)} - {0}
         matched: list[TakenBatch] = [batch for each in self._epochs for batch in each.batches if batch.holds(addresses)]
         if matched and all(batch.weighs_as(matched[-1]) for batch in matched):
             return matched[-1]
@@ -267,14 +267,6 @@ def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False
     return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; the id of a tensor without one (a sparse one)."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
 
 
 @dataclass(frozen=True)
