@@ -17,6 +17,7 @@ from ..torch_rows.structure import cut_rows, tensors_in
 from ..training.loss_check import LossFigures, LossMeaning, describe, judge
 from .measure import SEED, Compute, LossMeasure, kept_state, seed_all
 
+NOTHING = 1e-2  # of the rounding: a smaller loss is 0 but for that, and says nothing
 ROWS, CANDIDATES = 8, 32  # rows that are computed, and those that they are chosen from
 REMEDY = "Change the loss to such a mean, or train on one device."
 
@@ -118,7 +119,7 @@ class LossCheck:
         chosen = self.batch.parts if parts is None else parts
         with self.measure.open(training):
             whole, *losses = [self.measure.compute(function, each) for each in (self.batch.whole, *chosen)]
-        if not math.isfinite(whole):
+        if not math.isfinite(whole) or 0.0 < max(map(abs, (whole, *losses))) < NOTHING * self.measure.rounding:
             raise ArithmeticError(f"the loss of {sum(self.batch.rows)} rows is {whole}")
         counted = [self._count(part) for part in chosen]
         counts = {name: tuple(each[name] for each in counted) for name in counted[0]}

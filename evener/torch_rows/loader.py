@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from inspect import signature
+from inspect import signature, unwrap
 from itertools import islice
 from typing import Any
 
@@ -141,6 +143,8 @@ class Loader:
         digest = sampler.digest(epoch)
         if digest is not None:
             listener.compare(digest)
+        if sys._getframe(1).f_code is unwrap(torch.optim.swa_utils.update_bn).__code__ and len(sampler.shares) > 1:
+            warnings.warn("update_bn takes statistics of this rank's rows: give it a DataLoader of all.", stacklevel=2)
         origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
         origin.loader = weakref.ref(self)
         batches = sampler.join_passes(iter(self._fetch))

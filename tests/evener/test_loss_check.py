@@ -48,6 +48,18 @@ def test_a_sum_is_called_one() -> None:
 # --------------------------------------------------------------------------- in PyTorch
 
 
+def test_a_loss_that_is_zero_but_for_rounding_says_nothing() -> None:
+    """As a policy's in its first step: parts of it differ by several times its value."""
+
+    def surrogate(model: Any, x: Any, _: Any) -> Any:
+        scores = model(x)[:, 0]
+        return ((scores - scores.detach()).exp() * (x[:, 0] - x[:, 0].mean())).mean()
+
+    with pytest.raises(ArithmeticError, match=r"the loss of 8 rows is (0\.0|-?[0-9.]+e-)"):
+        check(lambda: networks()["linear"][0](), surrogate)
+    assert check(lambda: networks()["linear"][0](), lambda model, x, _: model(x).sum() * 0).mean_over == ("rows",)
+
+
 class Points:
     """Rows (x, class): classes in order, so that the first rows have one."""
 

@@ -8,6 +8,7 @@ program does something with rows. Ranks are on gloo; on NCCL where there are GPU
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,6 +153,17 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
     """The first of two ranks."""
     with one_of(2, monkeypatch) as split:
         yield split
+
+
+def test_statistics_of_a_rank_s_own_rows_are_said(one_rank_of_two: Split) -> None:
+    """As update_bn of averaged weights takes them."""
+    model, loader = torch.nn.BatchNorm1d(5).double(), one_rank_of_two.loader(programs.data(24))
+    with pytest.warns(UserWarning, match="update_bn takes statistics of this rank's rows"):
+        torch.optim.swa_utils.update_bn(loader, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for inputs, _ in loader:
+            model(inputs)
 
 
 def test_a_tail_without_rows_for_all_ranks_is_said_where_metrics_would_count_it(one_rank_of_two: Split) -> None:

@@ -202,6 +202,21 @@ def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
     assert read_command([str(script)]).name == "train.py"
 
 
+def test_a_module_for_tensorflow_alone_is_refused_as_a_script_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    for name in ("train", "__main__"):
+        (tmp_path / f"package/{name}.py").write_text("import keras")
+    for module in ("package", "package.train"):
+        with pytest.raises(RequestError, match=r"\.py trains with TensorFlow.* evener launch"):
+            read_command(["python", "-m", module])
+    (tmp_path / "package/train.py").write_text("import torch")
+    for module in ("package.train", "installed.elsewhere"):
+        assert read_command(["-m", module]).name == f"-m {module}"
+
+
 @two_cores
 def test_a_plan_is_measured_by_build_else_by_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[list[str]] = []

@@ -70,17 +70,24 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
     if script == "-m" and len(options) > 1:
         if options[1] in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
             raise _starts_itself(f"python -m {options[1]}", options[2:])
+        module = Path(*options[1].split("."))
+        _refuse_tensorflow(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"))
         return ProgramCommand(executable, tuple(rest), f"-m {options[1]}")
     if not script.endswith(".py"):
         return ProgramCommand(executable, tuple(rest), executable)
     if not Path(script).is_file():
         raise RequestError(f"There is no script {script}.", "Correct its name.")
-    if script_framework(Path(script)) == "tensorflow":  # each process would train it whole
+    _refuse_tensorflow(Path(script))
+    return ProgramCommand(executable, tuple(rest), str(Path(script).absolute()))
+
+
+def _refuse_tensorflow(script: Path) -> None:
+    """RequestError for a script that each process would train whole."""
+    if script_framework(script) == "tensorflow":
         raise RequestError(
             f"{script} trains with TensorFlow, and evener run balances PyTorch.",
             "Build its model by Split().build(build), and start it by evener launch with a plan (docs/training.md).",
         )
-    return ProgramCommand(executable, tuple(rest), str(Path(script).absolute()))
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
