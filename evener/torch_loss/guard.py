@@ -201,14 +201,18 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         if self._reads and any(isinstance(each, float) for entry in needed for each in _leaves(entry.arguments)):
             return "its loss is computed in a way that can't be followed"
         self.numbers = tuple(number for entry in needed for number in self._find_numbers(entry))
-        keys = [id(each) for each in self._batch]
         model = torch.nn.ModuleList(getattr(each, "module", each) for each in self._models)
 
         def compute(batch: Any) -> Any:
-            return _replay(needed, dict(zip(keys, batch, strict=True)), len(batch[0]), id(loss))
+            return _replay(needed, dict(zip(map(id, self._batch), batch, strict=True)), len(batch[0]), id(loss))
+
+        def compute_as_it_was(batch: Any) -> Any:
+            self._random.restore()
+            return compute(batch)
 
         with kept_state([model]):
-            again = float(self._compute_again(compute).detach().double().sum())
+            same = LossMeasure(model, randomness=nullcontext()).call(compute_as_it_was, self._batch)
+            again = float(same.detach().double().sum())
         first = float(loss.detach().double().sum())
         kinds = {each.dtype for entry in needed for each in _tensors(entry.result) if each.is_floating_point()}
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
@@ -219,8 +223,9 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         check = CheckBatch(self._batch, parts, (cut, self._rows - cut))
         LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
         if self._repad is not None and (padded := self._repad(cut)):
-            where = [each.device for each in self._batch]
-            others = tuple([each.to(place) for each, place in zip(part, where, strict=True)] for part in padded)
+            others = tuple(
+                [each.to(own.device) for each, own in zip(part, self._batch, strict=True)] for part in padded
+            )
             check = CheckBatch(self._batch, others, check.rows, parts)
             try:
                 LossCheck(LossMeasure(model), check, lambda _: {}).find_meaning(compute, {"rows"})
@@ -238,17 +243,6 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         constant = [each for each in arguments if isinstance(each, torch.Tensor) and id(each) not in self._made]
         plain = [each for each in arguments if isinstance(each, int | float) and not isinstance(each, RowNumber)]
         return [*map(float, plain), *(float(each.detach()) for each in constant if each.numel() == 1)]
-
-    def _compute_again(self, compute: Callable[[Any], Any]) -> Any:
-        self._random.restore()
-        try:
-            with torch.no_grad():
-                return compute(self._batch)
-        except RuntimeError as error:
-            if "grad" not in str(error):
-                raise
-        self._random.restore()
-        return compute(self._batch)  # a loss of gradients, such as a gradient penalty
 
 
 def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:

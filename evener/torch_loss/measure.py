@@ -253,14 +253,14 @@ class LossMeasure:
     """Computes losses within `open`; `rounding` is the part of a loss by which two computations may differ.
 
     `model` is what trains; `holders` are other objects that computing a loss changes, such as a trainer. `changed` are
-    the names of buffers that a pass changes.
+    the names of buffers that a pass changes. Every row draws the same numbers, unless `randomness` is another context.
     """
 
-    def __init__(self, model: torch.nn.Module, holders: Sequence[Any] = ()) -> None:
+    def __init__(self, model: torch.nn.Module, holders: Sequence[Any] = (), randomness: Any = None) -> None:
         self.rounding = FLOAT32_ROUNDING
         self.changed: set[str] = set()
         self._model, self._holders = model, holders
-        self.randomness = EvenRandomness()
+        self.randomness = EvenRandomness() if randomness is None else randomness
         self._with_gradients = False
 
     @contextmanager
@@ -286,7 +286,7 @@ class LossMeasure:
         self.randomness.draws = 0  # each pass has the numbers of every other
         with kept_attributes(*self._model.modules()):  # each pass begins as the first one did
             before = self._list_states()
-            loss = self._call(function, batch)
+            loss = self.call(function, batch)
             self.changed |= {name for name, state in self._list_states().items() if before.get(name) != state}
         if loss is None:
             return float("nan")
@@ -305,7 +305,8 @@ class LossMeasure:
             return FLOAT32_ROUNDING
         return MIXED_ROUNDING if torch.float32 in kinds else FLOAT64_ROUNDING
 
-    def _call(self, function: Compute, batch: Any) -> Any:
+    def call(self, function: Compute, batch: Any) -> Any:
+        """The loss that the function returns for a batch, without gradients unless it takes some itself."""
         if not self._with_gradients:
             try:
                 with torch.no_grad(), self.randomness:
