@@ -38,18 +38,14 @@ class DeviceModel:
     """
 
     def __init__(
-        self,
-        position: int,
-        problem: Problem,
-        budget: Budget,
-        evidence: DeviceEvidence,
-        group: Sequence[DeviceEvidence],
-        live: Sequence[int],
+        self, position: int, problem: Problem, budget: Budget, evidence: Sequence[DeviceEvidence], group: Sequence[int]
     ) -> None:
-        """`group` are all that are indistinguishable from it, itself among them; `live` are the devices in use."""
-        self.position, self.evidence, self.memory, self.lost = position, evidence, evidence.memory, evidence.lost
-        self.quantum, self.out_of_use = problem.multiple_of, position not in live
-        self._problem, self._budget, self._group, self._among = problem, budget, group, len(live)
+        """`evidence` is of all devices; `group` are those that are indistinguishable from it, itself among them."""
+        self.position, self.quantum, self.evidence = position, problem.multiple_of, evidence[position]
+        self.memory, self.lost = self.evidence.memory, self.evidence.lost
+        self.out_of_use = self.evidence.out_of_use(self.quantum)
+        self._problem, self._budget, self._group = problem, budget, [evidence[i] for i in group]
+        self._among = sum(not one.out_of_use(self.quantum) for one in evidence)
 
     # ------------------------------------------------------------------ time
 

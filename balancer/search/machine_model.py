@@ -54,12 +54,10 @@ class MachineModel:
         self.fewest = problem.devices if problem.all_together else 2  # devices of a split
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
-        self.live = tuple(i for i, one in enumerate(evidence) if not one.out_of_use(self.quantum))
         self.groups = group_devices(evidence, problem.limits)
-        groups = {i: [evidence[each] for each in group] for group in self.groups for i in group}
-        self.devices = tuple(
-            DeviceModel(i, problem, budget, one, groups[i], self.live) for i, one in enumerate(evidence)
-        )
+        groups = sorted((i, group) for group in self.groups for i in group)
+        self.devices = tuple(DeviceModel(i, problem, budget, evidence, group) for i, group in groups)
+        self.live = tuple(one.position for one in self.devices if not one.out_of_use)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
