@@ -156,3 +156,7 @@ def test_predictions_are_what_brute_force_finds() -> None:
     slow = Timed(Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0)
     rested = model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600)
     assert rested.best_single_rate == pytest.approx(6000)
+    quicker = Timed(Probe(solo(2, 0, 600), "rest", 1.0, 1), 0.09, 0.09, 0.09, 20, (7000, None), (0.09, None), 0.1, 1.0)
+    for seen in ((slow, quicker), (quicker, slow)):
+        rested = model(*SOLOS, (SPLIT, "split"), extra=seen, global_batch=600)
+        assert rested.at_rest[0].step_seconds == 0.09, "the best of each"
