@@ -72,18 +72,17 @@ def split_fixed(
         forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
         return _allocation(devices, forced[1], _slowest(devices, forced[1]) + costs[fewest]) if forced else None
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
-    for k in range(len(shares) - 1, fewest - 1, -1):
-        if least + costs[fewest] >= best.seconds:
-            break  # fewer devices never finish earlier
-        if _reach(devices, k, best.seconds - costs[k], quantum) < batch:
-            continue
-        found = _fixed_count(devices, k, batch, quantum, least, 0)
-        if found is None:
-            break
-        least, shares = found
-        seconds = _slowest(devices, shares) + costs[len(shares)]
-        if len(shares) >= fewest and seconds < best.seconds:
-            best = _allocation(devices, shares, seconds)
+    ranges = [(fewest, len(shares) - 1)]
+    while ranges:
+        low, high = ranges.pop()
+        if low > high or _reach(devices, high, best.seconds - min(costs[low : high + 1]), quantum) < batch:
+            continue  # fewer devices never do more by then
+        middle = (low + high) // 2
+        ranges += (low, middle - 1), (middle + 1, high)
+        if found := _fixed_count(devices, middle, batch, quantum, least, 0):
+            seconds = _slowest(devices, found[1]) + costs[len(found[1])]
+            if len(found[1]) >= fewest and seconds < best.seconds:
+                best = _allocation(devices, found[1], seconds)
     return best
 
 
