@@ -124,7 +124,7 @@ class Search:
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
         """The next probe of exploration once the race is over, in a budget of so many seconds; None: without one."""
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
-        return self._explore(Budget(problem, self.options, self._seen, race_is_over=True))
+        return self._explore(Budget(problem, self.options, self._seen, True, self.devices.predicted_rate))
 
     @cached_property
     def _why_none(self) -> str:

@@ -112,11 +112,9 @@ class TextStage:
 
     def _probe(self, layout: Layout, stage: Stage, turn: int, plan: bool) -> Probe | None:
         """The probe, if the budget affords it: without a `plan`, all of the budget."""
-        rate = self._text.predicted_rate(layout)
-        step = layout.global_batch / rate if rate else None
-        if not self._budget.affords(layout, stage if plan else "race", step):
+        if not self._budget.affords(layout, stage if plan else "race"):
             return None
-        seconds = self._budget.probe_seconds(layout, stage, step_seconds=step)
+        seconds = self._budget.probe_seconds(layout, stage)
         return Probe(layout, stage, min(seconds, PASS_SECONDS) if layout.length else seconds, turn)
 
     # ------------------------------------------------------------------ passes of one length
