@@ -281,7 +281,7 @@ def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -
     own = relative_error(one)
     (moved, *_), (other, *_) = errors(one)
     assert moved == other == pytest.approx(math.hypot(own, math.log(0.12 / 0.1)))
-    steady = [timed(probe(Layout("split", (60 + i, 40 + i)), "split", 0), 0.1 + i / 1000) for i in range(3)]
+    steady = [timed(probe(Layout("split", (60 + i, 40 + i)), "split", 0)) for i in range(3)]
     assert [error for each in errors(*steady) for error in each] == pytest.approx([own] * 8)
 
 
