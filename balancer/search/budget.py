@@ -56,6 +56,7 @@ class Budget:
         self._predict_rate = predict_rate
         self._timed = seen.timed()
         self.seconds = math.inf if problem.budget_seconds is None else problem.budget_seconds
+        self.explore_seconds = self.seconds * (EXPLORES if options.needs_more_children else LATER_TURNS_END_BY)
         self._endless = race_is_over and math.isinf(self.seconds)  # would a search that is over go on?
         self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN  # that is worth a probe
 
@@ -160,14 +161,6 @@ class Budget:
             return self.explore_seconds
         return (GROWS if stage == "pack" else 1.0) * self.seconds
 
-    # ------------------------------------------------------------------ exploration's part
-
-    @cached_property
-    def explore_seconds(self) -> float:
-        """Exploration's part of the budget."""
-        part = EXPLORES if self._options.needs_more_children else LATER_TURNS_END_BY
-        return part * self.seconds
-
     def longest_step(self) -> float:
         """The longest step, in seconds, of a device alone or in a split: one probe leaves time for others."""
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
@@ -184,9 +177,8 @@ class Budget:
         if own:
             paid = [seconds for seconds in own if seconds]
             return min(paid) if len(paid) > 1 else 0.0
-        if layout.traits.side_by_side and (starts := self._pack_starts()):
-            return _extrapolate_start(starts, layout.processes)
-        return self._solo_start * family_of(layout).start_cost * layout.processes
+        pack = self._pack_start(layout.processes) if layout.traits.side_by_side else None
+        return self._solo_start * family_of(layout).start_cost * layout.processes if pack is None else pack
 
     @cached_property
     def _starts(self) -> dict[Layout, list[float]]:
@@ -201,13 +193,22 @@ class Budget:
         """The longest start of a device alone, without imports; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed("solo")), default=0.0)
 
-    def _pack_starts(self) -> list[tuple[int, float]]:
-        """(trainings, median seconds that their start took), the fewest first."""
+    def _pack_start(self, processes: int) -> float | None:
+        """Seconds to start `processes` trainings; None before any pack was started.
+
+        In proportion to the most that were, or less where a second size shows that cores are free.
+        """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:
             if seen.probe.layout.traits.side_by_side and seen.start_seconds:
                 found[seen.probe.layout.processes].append(seen.restart_seconds)
-        return [(size, median(seconds)) for size, seconds in sorted(found.items())]
+        if not found:
+            return None
+        least, most = min(found), max(found)
+        quickest, longest = median(found[least]), median(found[most])
+        each = longest / most
+        slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
+        return max(0.0, longest + slope * (processes - most))
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
         """What a probe takes besides its start and the time that it may measure."""
@@ -230,12 +231,9 @@ class Budget:
             layout = seen.probe.layout
             if layout.by_rows and not layout.in_passes:
                 alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))
-        slopes = []
-        for steps in alone.values():
-            (quick, first), (slow, last) = min(steps), max(steps)
-            if slow > SAFE_GROWTH * quick:
-                slopes.append(max(0.0, (last - first) / (slow - quick) - 1))
-        return median(slopes or [0.0])
+        ends = [(*min(steps), *max(steps)) for steps in alone.values()]
+        grown = [(slow - quick, last - first) for quick, first, slow, last in ends if slow > SAFE_GROWTH * quick]
+        return median([max(0.0, more / longer - 1) for longer, more in grown] or [0.0])
 
     def _step(self, layout: Layout) -> float:
         """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none of them ran."""
@@ -252,14 +250,6 @@ class Budget:
         alone = [one for one in self._timed if one.probe.layout.traits.alone and not one.probe.layout.length]
         alone.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout.active[0]: one.samples_per_second for one in alone}
-
-
-def _extrapolate_start(starts: list[tuple[int, float]], processes: int) -> float:
-    """Seconds to start `processes` trainings: in proportion, or less where a second size shows that cores are free."""
-    (least, quickest), (most, longest) = starts[0], starts[-1]
-    each = longest / most
-    slope = each if most == least else min(each, max(0.0, (longest - quickest) / (most - least)))
-    return max(0.0, longest + slope * (processes - most))
 
 
 def _untimed_seconds(seen: Timed) -> float:
