@@ -91,8 +91,8 @@ def rank(candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
     if not ran:
         return ()
     winner = choose_winner(ran, turns, problem)
-    others = (_standing(one, winner, turns) for one in ran if one is not winner)
-    return (_standing(winner, None, turns), *others)
+    ran.sort(key=lambda one: one is not winner)
+    return tuple(_standing(one, winner, turns) for one in ran)
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
@@ -133,17 +133,11 @@ def unsettled(
     if len(ran) < 2:
         return [], False
     leader, *others = sorted(ran, key=lambda one: -throughput(turns[one.layout]).value)
-    rivals, tied = [], False
-    for one in others:
-        gap = compare_turns(turns[one.layout], turns[leader.layout])
-        if gap.expected_gain() <= LEAST_GAIN:
-            continue
-        left = min(turns_left, most_turns - gap.turns)
-        if left >= 1 and gap.expected_gain(left) <= LEAST_GAIN:
-            rivals.append(one)
-        else:
-            tied = True
-    return ([one for one in ran if one is leader or one in rivals] if rivals else []), tied
+    gaps = [(one, compare_turns(turns[one.layout], turns[leader.layout])) for one in others]
+    gaining = [(one, gap) for one, gap in gaps if gap.expected_gain() > LEAST_GAIN]
+    left = [(one, gap, min(turns_left, most_turns - gap.turns)) for one, gap in gaining]
+    rivals = [one for one, gap, more in left if more >= 1 and gap.expected_gain(more) <= LEAST_GAIN]
+    return [leader, *rivals] if rivals else [], len(rivals) < len(gaining)
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
@@ -188,11 +182,11 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-def _standing(one: Candidate, winner: Candidate | None, turns: TurnsByLayout) -> Standing:
-    own = turns[one.layout]
+def _standing(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> Standing:
+    own, best = turns[one.layout], turns[winner.layout]
     figure = throughput(own)
-    if winner is None:
+    if one is winner:
         return Standing(one, figure, None, False, len(own))
-    against = compare_turns(own, turns[winner.layout]).interval()
-    uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(turns[winner.layout]))
+    against = compare_turns(own, best).interval()
+    uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(best))
     return Standing(one, figure, against, uncertain or abs(against.value) < TIE, len(own))
