@@ -157,8 +157,9 @@ def list_broken(search: Search) -> list[tuple[Candidate, Observation]]:
     """The layouts of the race that failed, with the failure; the smallest pack of a mode of which none ever ran."""
     race = search.race
     layouts = [(one, race.seen.broken(one.layout)) for one in race.all]
-    refused = [packing.refused() for _, packing in race.packings]
-    packs = [(Candidate(PACK, seen.probe.layout), seen) for seen in refused if seen]
+    tried = [packing.seen for _, packing in race.packings]
+    refused = [seen[:1] for seen in tried if not any(isinstance(one, Timed) for one in seen)]
+    packs = [(Candidate(PACK, one.probe.layout), one) for seen in refused for one in seen]
     return [(one, seen) for one, seen in (*layouts, *packs) if seen]
 
 

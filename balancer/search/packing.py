@@ -57,10 +57,6 @@ class Packing:
         """True if the largest pack tried is the best so far."""
         return len(self._rates) > 1 and best_size(self._rates) == max(self._rates)
 
-    def refused(self) -> Observation | None:
-        """The failure of the smallest pack, if none ever ran; otherwise None."""
-        return None if any(isinstance(seen, Timed) for seen in self.seen) else next(iter(self.seen), None)
-
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings and falling batch."""
@@ -79,18 +75,14 @@ class Packing:
         rates = {1: self._model.single_rate(self._single)}
         for size, tries in self._by_size.items():
             timed = [self._rate_of(seen.probe.layout) for seen in tries if isinstance(seen, Timed)]
-            if timed or not self._may_retreat(size):
+            full = all(isinstance(seen, OutOfMemory) for seen in tries) and self._problem.global_batch is None
+            if not (full and len(tries) < RETREATS and self._batch(size)):
                 rates[size] = max(timed, default=0.0)
         return rates
 
     def _rate_of(self, layout: Layout) -> float:
         """Samples/s by all turns of a pack: a later check may refute the figure it was chosen by."""
         return throughput(self._model.seen.turns(layout)).value
-
-    def _may_retreat(self, size: int) -> bool:
-        tries = self._by_size.get(size, [])
-        full = all(isinstance(seen, OutOfMemory) for seen in tries)
-        return full and self._problem.global_batch is None and len(tries) < RETREATS and bool(self._batch(size))
 
     def _batch(self, size: int) -> int:
         """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest fits."""
@@ -120,9 +112,8 @@ class Packing:
         memory = self._model.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
-            used = seen.memory_bytes[self._position] if isinstance(seen, Timed) else None
-            if used:
-                layout = seen.probe.layout
+            layout = seen.probe.layout
+            if isinstance(seen, Timed) and (used := seen.memory_bytes[self._position]):
                 held[layout.global_batch] = max(used // layout.processes, held.get(layout.global_batch, 0))
         return msgspec.structs.replace(memory, points=tuple(sorted(held.items())))
 
