@@ -99,10 +99,8 @@ class Predictions(MachineModel):
     @cached_property
     def best_single_rate(self) -> float:
         """The most samples/s of one device alone: measured at rest, else predicted."""
-        at_rest = self.at_rest
-        rates = [seen.samples_per_second for seen in at_rest.values()]
-        rates += [f.samples_per_second for i in self.live if i not in at_rest and (f := self.single(i))]
-        return max(rates, default=0.0)
+        found = [self.at_rest.get(i) or self.single(i) for i in {*self.at_rest, *self.live}]
+        return max((one.samples_per_second for one in found if one), default=0.0)
 
     def single(self, position: int) -> Allocation | None:
         """The best batch of one device alone that is predicted to fit; None if none does."""

@@ -303,15 +303,13 @@ class Race:
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
         """The candidate, or, if it ran out of memory, a smaller batch instead; a fixed batch in more passes."""
-        fixed = self._problem.global_batch is not None
-        for _ in range(RETREATS):
-            full = self.seen.broken(candidate.layout)
-            if not isinstance(full, OutOfMemory) or (fixed and not (self._problem.micro and candidate.synchronous)):
+        fixed, layout = self._problem.global_batch is not None, candidate.layout
+        for _ in range(RETREATS if not fixed or (self._problem.micro and candidate.synchronous) else 0):
+            full = self.seen.broken(layout)
+            if not isinstance(full, OutOfMemory):
                 break
-            layout = (
-                divide(candidate.layout, full.devices) if fixed else shrink(candidate.layout, self._problem.multiple_of)
-            )
-            if layout is None:
+            smaller = divide(layout, full.devices) if fixed else shrink(layout, self._problem.multiple_of)
+            if smaller is None:
                 break
-            candidate = msgspec.structs.replace(candidate, layout=layout)
-        return candidate
+            layout = smaller
+        return msgspec.structs.replace(candidate, layout=layout)
