@@ -46,12 +46,17 @@ class Objective(msgspec.Struct, frozen=True):
         return f"{value:.3g} {self.unit}"
 
 
+def mean_power(turns: Iterable[Timed]) -> Power | None:
+    """The power of all devices of the request over the turns in which every one reported it; None without any."""
+    return Power.mean([power for seen in turns if (power := seen.power)])
+
+
 class Energy(Objective, frozen=True):
     """Samples/s over the power of all devices of the request, idle ones too."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Samples per joule by the mean power of the turns in which every device reported it."""
-        power = Power.mean([power for seen in turns if (power := seen.power)])
+        power = mean_power(turns)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:

@@ -24,7 +24,7 @@ from ..events import Finished
 from ..families import PACK, SOLO
 from ..journal import Header, Record
 from ..number_format import relative_error
-from ..objectives import find_objective
+from ..objectives import find_objective, mean_power
 from ..probes.launch_plan import MIXED
 from ..search.decisions import Stop
 from ..search.layouts import Candidate
@@ -47,7 +47,7 @@ from ..types import (
 from . import measurements
 from .learning import find_learning
 from .rivals import Rival, compare, describe, describe_rivals, find_larger, is_certain, list_rivals, list_shares
-from .verdict import cost_ratios, find_verdict
+from .verdict import cost_ratios, find_verdict, padding_share
 from .words import say, say_all, write_verdict
 
 MIB = 1 << 20
@@ -165,12 +165,17 @@ def list_broken(search: Search) -> list[tuple[Candidate, Observation]]:
 
 def find_objective_reached(search: Search, chosen: Result) -> Iterator[Finding]:
     """Findings on the chosen layout's value of the objective, where the objective decided against speed."""
-    objective, own = find_objective(search.problem.objective), search.value(chosen)
+    objective = find_objective(search.problem.objective)
+
+    def value(one: Result) -> float:
+        return objective.value(one.throughput.value, search.turns(one.layout))
+
+    own = value(chosen)
     if not objective.trades_speed or not own:
         return
     others = (*search.results(), *(one.result for one in search.ranking()))
     fastest = max((chosen, *others), key=lambda one: one.throughput.value)
-    other, reached = search.value(fastest), {"objective": objective.name, "value": own}
+    other, reached = value(fastest), {"objective": objective.name, "value": own}
     values = {"reached": reached, "slowdown": search.problem.max_slowdown}
     if fastest.throughput.value <= chosen.throughput.value or not other:
         yield Finding("objective.most", values)
@@ -198,7 +203,7 @@ def find_unmeasured(search: Search, devices: int, interrupted: bool = False) -> 
 def find_retreats(search: Search, devices: int) -> Iterator[Finding]:
     """Layouts that were measured with fewer samples than was meant."""
     for wished, instead in search.race.retreats:
-        if search.turns(instead.layout):
+        if search.race.seen.turns(instead.layout):
             shares = {"shares": list_shares(wished.layout), "instead": list_shares(instead.layout)}
             yield Finding("retreat", {"layout": describe(wished, devices), **shares})
 
@@ -264,7 +269,7 @@ def _write_evidence(name: Finding, one: Rival, devices: Sequence[Device], facts:
     """A rival as the plan has it."""
     layout, gain = one.candidate.layout, one.gain if one.compared else None
     figure = _write_throughput(one.throughput, layout, search)
-    busy = layout.traits.alone and len(layout.shares) > 1 and not search.turns(layout)
+    busy = layout.traits.alone and len(layout.shares) > 1 and not search.race.seen.turns(layout)
     return Evidence(say(name), _write_layout(layout, devices, facts, search), figure, one.tie, gain, one.paired, busy)
 
 
@@ -318,8 +323,9 @@ def _expect_memory(layout: Layout, position: int, turns: Sequence[Timed], state:
 def _write_throughput(figure: Interval, layout: Layout, search: Search) -> Throughput:
     """A layout's figure with its interval, in order, and what it means in tokens and energy."""
     low, high = max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value)
-    tokens = (figure.value * search.mean_length, search.padding(layout))
-    power = search.power(layout)
+    turns = search.turns(layout)
+    tokens = (figure.value * search.mean_length, padding_share(turns))
+    power = mean_power(turns)
     if power is None or not power.watts:
         return Throughput(figure.value, low, high, *tokens)
     return Throughput(

@@ -61,6 +61,11 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
     return fmean(max(0.0, 1 - max(each) / one.step_seconds) for each, one in zip(own, seen, strict=True))
 
 
+def padding_share(seen: Sequence[Timed]) -> float:
+    """The part of the computed tokens that is padding."""
+    return fmean([one.padding for one in seen] or [0.0])
+
+
 def work_gap(seen: Sequence[Timed]) -> float | None:
     """The difference between the devices' own work, as a part of the longest; None if it wasn't measured."""
     own = _own_seconds(seen)
@@ -107,8 +112,9 @@ def _describe_figure(search: Search, chosen: Result) -> Finding:
     figure = {"samples_per_second": speed, "error": _error(chosen.throughput)}
     if not search.mean_length:
         return Finding("figure.samples", figure)
-    gap = work_gap(search.turns(layout)) if len(layout.active) > 1 else None
-    more = {"tokens_per_second": speed * search.mean_length, "padding": search.padding(layout), "gap": gap}
+    turns = search.turns(layout)
+    gap = work_gap(turns) if len(layout.active) > 1 else None
+    more = {"tokens_per_second": speed * search.mean_length, "padding": padding_share(turns), "gap": gap}
     return Finding("figure.tokens", figure | more)
 
 

@@ -14,8 +14,7 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import family_of
-from ..objectives import find_objective
-from ..types import Belief, Layout, ModelState, Observation, Power, Probe, Problem, Result, Timed
+from ..types import Belief, Layout, ModelState, Observation, Probe, Problem, Result, Timed
 from .budget import Budget
 from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
@@ -199,7 +198,7 @@ class Search:
         fresh = self._seen.turns_once_chosen(chosen.layout) if chosen else {}
         if chosen is None or not fresh:
             return chosen
-        every = {one.probe: one for one in (*self.turns(chosen.layout), *fresh.values())}.values()
+        every = {one.probe: one for one in (*self._seen.turns(chosen.layout).values(), *fresh.values())}.values()
         figure = center(throughput(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, figure, len(every))
 
@@ -261,8 +260,8 @@ class Search:
         return raced[0] if raced else max(alone, key=lambda one: one.throughput.value, default=None)
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """The turns that a layout took, to say where its time went."""
-        return tuple(self._seen.turns(layout).values())
+        """The turns that give a layout's figures."""
+        return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ what is known of the machine
 
@@ -270,19 +269,6 @@ class Search:
     def mean_length(self) -> float:
         """Tokens of a row, without padding; 0 where rows have no lengths."""
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
-
-    def padding(self, layout: Layout) -> float:
-        """The part of the computed tokens that is padding, as measured."""
-        return fmean([one.padding for one in self._turns(layout).values()] or [0.0])
-
-    def power(self, layout: Layout) -> Power | None:
-        """The power that all devices of the request draw while a layout trains; None if one doesn't report it."""
-        return Power.mean([power for seen in self._turns(layout).values() if (power := seen.power)])
-
-    def value(self, one: Result) -> float:
-        """The objective's value for a layout at this rate; 0 if it is unknown."""
-        turns = self._turns(one.layout).values()
-        return find_objective(self.problem.objective).value(one.throughput.value, turns)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing for other layouts."""

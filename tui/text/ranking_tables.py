@@ -7,8 +7,9 @@ from typing import Any
 
 from evener.balancer.families import MODES, is_even
 from evener.balancer.number_format import half_width, percent, rate, size
+from evener.balancer.objectives import mean_power
 from evener.balancer.result.rivals import describe_all
-from evener.balancer.result.verdict import waiting_share
+from evener.balancer.result.verdict import padding_share, waiting_share
 from evener.balancer.result.words import say_all
 from evener.balancer.search.ranking import Standing
 from evener.balancer.search.search import Search
@@ -28,7 +29,7 @@ RANKING_NOTE = (
 def ranking_table(found: Search, labels: Sequence[str]) -> Table:
     """A table with a row per layout, the winner first: throughput, step time, and the difference from the winner."""
     counts = ("tokens/s", "padding") if found.mean_length else ()
-    drawn = [found.power(one.candidate.layout) for one in found.ranking()]
+    drawn = [mean_power(found.turns(one.candidate.layout)) for one in found.ranking()]
     energy = ("samples/J", "W", "idle W") if any(drawn) else ()
     rows = [
         ("layout", "where", *counts, "samples/s", "±", *energy, "step ms", "waiting", "against the winner", "turns")
@@ -58,7 +59,8 @@ def _token_cells(found: Search, one: Standing) -> tuple[str, ...]:
     """Tokens/s and padding, where rows have lengths."""
     if not found.mean_length:
         return ()
-    return rate(one.throughput.value * found.mean_length), percent(found.padding(one.candidate.layout), 1)
+    padding = padding_share(found.turns(one.candidate.layout))
+    return rate(one.throughput.value * found.mean_length), percent(padding, 1)
 
 
 def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
@@ -138,7 +140,8 @@ def ranking_json(found: Search, labels: Sequence[str]) -> dict[str, Any]:
 def _standing_json(found: Search, one: Standing) -> dict[str, object]:
     layout, difference = one.candidate.layout, one.against
     interval = None if difference is None else [difference.low, difference.high]
-    power = found.power(layout)
+    turns = found.turns(layout)
+    power = mean_power(turns)
     return {
         "kind": one.candidate.family.name,
         "batches": layout.shares,
@@ -149,12 +152,12 @@ def _standing_json(found: Search, one: Standing) -> dict[str, object]:
         "samples_per_second": one.throughput.value,
         "samples_per_second_interval": [one.throughput.low, one.throughput.high],
         "tokens_per_second": one.throughput.value * found.mean_length or None,
-        "padding": found.padding(layout) if found.mean_length else None,
+        "padding": padding_share(turns) if found.mean_length else None,
         "samples_per_joule": power.samples_per_joule(one.throughput.value) if power else None,
         "active_watts": power and power.active_watts,
         "idle_watts": power and power.idle_watts,
         "step_milliseconds": one.step.value * 1000,
-        "moved_share": waiting_share(found.turns(layout)) if len(layout.active) > 1 else None,
+        "moved_share": waiting_share(turns) if len(layout.active) > 1 else None,
         "against_winner": None if difference is None else difference.value,
         "against_winner_interval": interval,
         "paired": difference is not None,

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from evener.balancer.families import Placement
+from evener.balancer.objectives import mean_power
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.decisions import Stop
@@ -228,7 +229,7 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
             search.tell(measure(probe))
     first, second = search.ranking()
     assert first.candidate.layout.knobs == ("xla",)
-    power = search.power(first.candidate.layout)
+    power = mean_power(search.turns(first.candidate.layout))
     assert power is not None
     assert power.watts == 200.0
     assert second.against is not None

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.families import Placement, is_even
+from evener.balancer.result.verdict import padding_share
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
@@ -65,7 +66,7 @@ def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, 
     families = {one.candidate.family.name: one for one in search.ranking()}
     assert set(families) == {"solo", "even", "split"}
     assert best.throughput.value > 1.3 * families["even"].throughput.value
-    assert search.padding(layout) < search.padding(families["even"].candidate.layout)
+    assert padding_share(search.turns(layout)) < padding_share(search.turns(families["even"].candidate.layout))
     assert not is_even(layout)
     assert len([one for one in search.solos() if one and one.layout.global_batch == 64]) == len(costs)
 
@@ -156,7 +157,7 @@ def test_one_device_trains_by_cost_too() -> None:
     assert best is not None
     assert best.layout.kind == "solo"
     assert best.layout.costs[0] is not None
-    assert search.padding(best.layout) < 0.15
+    assert padding_share(search.turns(best.layout)) < 0.15
 
 
 def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
