@@ -165,7 +165,7 @@ class Session(EventThread):
     def _learn(self, facts: Facts, at: float) -> None:
         """Take the facts that children report; RequestError if tokens are to be counted and rows have none."""
         self._run.write(FactsEntry(facts))
-        self._search.learn_data(facts.rows, facts.lengths, facts.longest_row, facts.state)
+        self._search.learn_data(facts)
         if find_objective(self._job.request.objective).needs_lengths and not facts.lengths:
             workload = {"workload": self._job.workload}
             raise self._fail(at, Finding("fault.no_lengths", workload), Finding("remedy.lengths"))

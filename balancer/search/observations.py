@@ -35,7 +35,8 @@ class Observations:
         self._by_layout: defaultdict[Layout, dict[Probe, Observation]] = defaultdict(dict)
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)  # the seconds of each failed try
         self._settled: dict[Stage, list[Observation]] = {}
-        self._others: dict[int, tuple[int, int]] = {}  # by device: (turn of the race, -1 before; bytes held then)
+        # by device: (turn of the race, -1 before; bytes that others held then)
+        self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
         self.gone: dict[int, str] = {}  # devices that are no longer there, with the message of their loss
         self.sharded: list[Observation] = []  # the exploration of sharded trainings, as it came
 
@@ -71,15 +72,11 @@ class Observations:
         turn = probe.turn if probe.stage in ("race", "knobs", "check") else -1
         for position, (share, size) in enumerate(zip(probe.layout.shares, seen.short_bytes, strict=False)):
             if share or size:
-                self._others[position] = max(self._others.get(position, (-1, 0)), (turn, size))
-
-    def _held(self, position: int) -> int:
-        """The bytes of a device that others hold."""
-        return self._others.get(position, (-1, 0))[1]
+                self._held[position] = max(self._held[position], (turn, size))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
         """True if others hold as much of the device's memory as when a layout ran out of it."""
-        return not seen.short_bytes or seen.short_bytes[position] <= self._held(position)
+        return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
@@ -160,12 +157,12 @@ class Observations:
     def holds(self, position: int, seen: Timed) -> bool:
         """True if the device still has the memory that the layout took there."""
         used, limit = seen.memory_bytes[position], self.memory_limit(position)
-        return not self._held(position) or used is None or limit is None or used <= limit
+        return not self._held[position][1] or used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
         """A device's bytes less those that others were seen to hold; None: unknown."""
         limit = self._problem.memory_bytes[position]
-        return None if limit is None else max(1, limit - self._held(position))
+        return None if limit is None else max(1, limit - self._held[position][1])
 
     # ------------------------------------------------------------------ failures and costs
 

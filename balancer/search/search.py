@@ -14,7 +14,7 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import family_of
-from ..types import Belief, Layout, ModelState, Observation, Probe, Problem, Result, Timed
+from ..types import Belief, Facts, Layout, Observation, Probe, Problem, Result, Timed
 from .budget import Budget
 from .decisions import Stop, explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
@@ -49,22 +49,20 @@ class Search:
         """Forget what followed from the observations."""
         self.__dict__ = {"problem": self.problem, "options": self.options, "_seen": self._seen}
 
-    def learn_data(
-        self, rows: int, lengths: tuple[int, ...] = (), longest_row: int = -1, state: ModelState | None = None
-    ) -> None:
-        """Note the rows of the data, 0 if unknown. A free global batch leaves 20 steps, unless a largest one is given.
+    def learn_data(self, facts: Facts) -> None:
+        """Note the facts of the data and the model.
 
-        `lengths` are an even sample of the rows' lengths, rising; with them, rows are assigned by what they cost. The
-        number of the longest row is named if no device can hold it. `state` is what a sharded training divides.
+        By its rows a free global batch leaves 20 steps, unless a largest one is given; by their lengths they are
+        assigned by what they cost. The number of the longest row is named if no device can hold it.
         """
         problem, quantum = self.problem, self.problem.multiple_of
-        if rows and problem.global_batch is None and problem.max_global_batch is None:
-            most = min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
+        if facts.rows and problem.global_batch is None and problem.max_global_batch is None:
+            most = min(facts.rows, max(facts.rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
             problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
-        if lengths:
-            problem = msgspec.structs.replace(problem, lengths=lengths, longest_row=longest_row)
-        if state is not None:
-            problem = msgspec.structs.replace(problem, shards=True, state=state)
+        if facts.lengths:
+            problem = msgspec.structs.replace(problem, lengths=facts.lengths, longest_row=facts.longest_row)
+        if facts.state is not None:
+            problem = msgspec.structs.replace(problem, shards=True, state=facts.state)
         if problem != self.problem:
             self.problem = problem
             self._read_again()

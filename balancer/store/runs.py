@@ -289,7 +289,7 @@ def make_search(job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = 
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
-    search.learn_data(facts.rows, facts.lengths, facts.longest_row, facts.state)
+    search.learn_data(facts)
     for observation in seen:
         search.tell(observation)
     return search

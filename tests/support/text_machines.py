@@ -11,7 +11,7 @@ import msgspec
 
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
 from evener.training.dealing import Dealer
@@ -61,7 +61,7 @@ class TextMachine:
             for one in self.measure(probes):
                 search.tell(one)
                 seen.append(one)
-            search.learn_data(0, self.lengths)
+            search.learn_data(Facts(lengths=self.lengths))
             assert len(seen) < 100, "the search does not end"
         return search, seen
 

@@ -29,7 +29,7 @@ WIDE = 4  # times: a gap of batches wider than this may hide a peak (torch_maxer
 # is cut at its geometric mean
 FEWEST = 4  # points: one more than a level stretch and a line beyond it have
 LEAN = 0.04  # of a rise: a stair may lean by as much (stairs64, stairs128)
-WIDEST = 4096  # samples: the largest tile that is tried as the width of a stair (stairs8 to stairs128)
+TILES = [1 << power for power in range(12, 0, -1)]  # samples: tried as the width of a stair (stairs8 to stairs128)
 CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds (CPU of ask)
 MOST_STAIRS = 200  # in a curve: what reading one may take (CPU of ask)
 
@@ -275,13 +275,11 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
         low, high = max(low, (n1 - n0 - 1) / (b1 - b0)), min(high, (n1 - n0 + 1) / (b1 - b0))
     if low >= high:
         return ()
-    width = WIDEST
-    while width > 1:
+    for width in TILES:
         if low <= 1 / width <= high:
             least, most = _shifts(batches, levels, 1 / width)
             if least < math.floor(most):
                 return ((1 / width, math.floor(most), math.floor(most)),)
-        width //= 2
     found = [(low, *_shifts(batches, levels, low)), (high, *_shifts(batches, levels, high))]
     for (b0, n0), (b1, n1) in combinations(zip(batches, levels, strict=True), 2):
         each = (n1 - n0) / (b1 - b0)

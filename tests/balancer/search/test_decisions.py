@@ -10,7 +10,7 @@ import pytest
 from evener.balancer.search.decisions import Stop, find_doubt
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Probe
+from evener.balancer.types import Facts, Probe
 from evener.shares.curves import Cost
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
@@ -36,7 +36,7 @@ def announced(search: Search, machine: Bench | TextMachine, lengths: tuple[int, 
         found += [(probe, search.belief().doing) for probe in probes]
         for one in machine.measure(probes):
             search.tell(one)
-        search.learn_data(0, lengths)
+        search.learn_data(Facts(lengths=lengths))
     assert search.belief().doing == "Done."
     return found
 

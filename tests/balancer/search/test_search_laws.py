@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evener.balancer.families import is_even
 from evener.balancer.intake import check_problem
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Facts, Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, searched
@@ -258,7 +258,7 @@ def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
     """The first child reports them before its first observation."""
     search = Search(bench.problem(multiple_of=quantum))
     first, most = search.ask(), max(rows // 20, quantum * len(bench.devices), 8)
-    search.learn_data(rows)
+    search.learn_data(Facts(rows=rows))
     probes, seen = first, 0
     while probes:
         for one in bench.measure(probes):
@@ -273,5 +273,5 @@ def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
 def test_a_batch_that_was_asked_for_may_be_larger_than_the_data(asked: Problem) -> None:
     """The plan warns of it."""
     search = Search(asked)
-    search.learn_data(100)
+    search.learn_data(Facts(rows=100))
     assert search.problem == asked

@@ -14,7 +14,7 @@ from evener.balancer.result.verdict import padding_share
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Timed
+from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Timed
 from evener.shares.curves import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
@@ -130,7 +130,7 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
     machine = TextMachine((FAST, FAST), walls=(400, 450))
     search, _ = machine.searched(global_batch=64)
     assert "longer than any device can hold: it has 512 tokens" in (search.why_stopped() or "")
-    search.learn_data(0, machine.lengths, longest_row=17)
+    search.learn_data(Facts(lengths=machine.lengths, longest_row=17))
     assert "row 17 has 512 tokens" in (search.why_stopped() or "")
 
 
@@ -165,7 +165,7 @@ def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
     machine = TextMachine((FAST, SLOW))
     search, seen = machine.searched(global_batch=64)
     again = Search(machine.problem(global_batch=64))
-    again.learn_data(0, machine.lengths)
+    again.learn_data(Facts(lengths=machine.lengths))
     for one in reversed(msgspec.json.decode(msgspec.json.encode(seen), type=list[Observation])):
         again.tell(one)
     assert again.best() == search.best()

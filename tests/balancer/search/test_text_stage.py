@@ -10,7 +10,7 @@ from evener.balancer.search.layouts import BALANCE
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
+from evener.balancer.types import Facts, Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
 from evener.shares.curves import Cost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
@@ -36,7 +36,7 @@ def passes_of(
     """(rows of a pass, passes, tokens of a row) of each probe of passes of one length, in order."""
     machine, found = TextMachine((cost,), step_s=0.0, lengths=lengths), []
     search = Search(machine.problem(global_batch=4096, budget_seconds=budget))
-    search.learn_data(0, machine.lengths)
+    search.learn_data(Facts(lengths=machine.lengths))
     while (probes := search.ask()) and (layout := probes[0].layout).length:
         found.append((layout.pass_rows[0], layout.passes(0), layout.length))
         for one in machine.measure(probes):
