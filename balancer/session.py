@@ -18,11 +18,10 @@ from .result.explain_failure import explain_no_plan, find_unfinished
 from .result.outcome import RunEnd, build_outcome
 from .result.words import make_fault
 from .run import Run
-from .search.decisions import Stop
 from .search.search import Search
 from .store import runs
 from .store.runs import make_search
-from .types import Facts, Failed, Finding, Observation, OutOfMemory, Probe, Timed
+from .types import Facts, Failed, Finding, Observation, OutOfMemory, Probe, Stop, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
 GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps

@@ -6,6 +6,7 @@ Devices are positions in the request (0 .. K-1); the caller of a session knows w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import cached_property
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -332,6 +333,23 @@ class Facts(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...] = ()  # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
     longest_row: int = -1  # the number of the longest row in the data; -1: unknown
     state: ModelState | None = None  # what a sharded training divides, once one was built
+
+
+class Stop(StrEnum):
+    """Why a search ended, or its run."""
+
+    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
+    UNSURE = "Nothing left to measure is expected to pay, but the plan may be off by more than the tolerance"
+    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
+    ONLY_ONE = "There is one way to train on these devices, and it was measured."
+    BUDGET = "The budget is spent."
+    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
+    ROW_TOO_LONG = "A row is longer than any device can hold"
+    OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
+    ALL_LOST = "Every device failed"
+    LATE = "The budget was spent before the search had ended."
+    INTERRUPTED = "The search was interrupted."
+    CUT_OFF = "The run was cut off."
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -26,7 +26,6 @@ from ..journal import Header, Record
 from ..number_format import relative_error
 from ..objectives import find_objective, mean_power
 from ..probes.launch_plan import MIXED
-from ..search.decisions import Stop
 from ..search.layouts import Candidate
 from ..search.search import Search
 from ..types import (
@@ -40,6 +39,7 @@ from ..types import (
     OutOfMemory,
     Result,
     Said,
+    Stop,
     Timed,
     Warned,
     layout_of,

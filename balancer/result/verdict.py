@@ -261,7 +261,8 @@ def _find_left_out_hosts(search: Search, chosen: Result, devices: Sequence[Devic
     if not chosen.layout.traits.together or fastest is None or fastest.throughput.value >= chosen.throughput.value:
         return
     there, batch, speed = list_hosts(fastest.layout), fastest.layout.global_batch, fastest.throughput.value
-    seconds, loss = search.devices.network_seconds(len(there)), -printed_gain(speed, chosen.throughput.value)
+    exchange, loss = search.devices.exchange, -printed_gain(speed, chosen.throughput.value)
+    seconds = exchange[len(there)][-1] - exchange[1][-1]  # of all devices, beyond that on one host
     values = {
         "hosts": [host for host in there if host not in own],
         "most": len(there),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from ..statistics import relative_half_width
-from ..types import Probe, Problem, Result
+from ..types import Probe, Problem, Result, Stop
 from .machine_model import MachineModel
 from .model.evidence import CLEAR
 from .ranking import UNCLEAR
@@ -16,23 +14,6 @@ WHY_SOLO = (
     "the largest batch that matters, or one on the way to it",
     "what is still in doubt",
 )
-
-
-class Stop(StrEnum):
-    """Why a search ended."""
-
-    SETTLED = "Nothing left to measure is expected to change the plan by more than the tolerance."
-    UNSURE = "Nothing left to measure is expected to pay, but the plan may be off by more than the tolerance"
-    TIED = "The leading layouts tie: more turns within the budget would not tell them apart."
-    ONLY_ONE = "There is one way to train on these devices, and it was measured."
-    BUDGET = "The budget is spent."
-    NO_FIT = "No layout of the global batch asked for fits the memory of these devices."
-    ROW_TOO_LONG = "A row is longer than any device can hold"
-    OUT_OF_MEMORY = "Every device ran out of memory at the smallest batch it was given"
-    ALL_LOST = "Every device failed"
-    LATE = "The budget was spent before the search had ended."
-    INTERRUPTED = "The search was interrupted."
-    CUT_OFF = "The run was cut off."
 
 
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:

@@ -92,10 +92,6 @@ class MachineModel:
         """The seconds of exchange among some devices; 0 for one of them."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
-    def network_seconds(self, hosts: int) -> float:
-        """The seconds that exchange over `hosts` hosts takes beyond that on one."""
-        return self.exchange[hosts][-1] - self.exchange[1][-1]
-
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})
 

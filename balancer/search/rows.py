@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from evener.plan.layout import Knots
-from evener.shares.curves import Curve
+from evener.plan.solver import cut_curve
 from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
@@ -59,7 +59,7 @@ class RowDevices(Predictions):
             device = self.devices[i]
             if (curve := device.in_splits) is not None:
                 most = min(device.safe, device.pass_rows or layout.global_batch, layout.global_batch)
-                found[i] = _cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
+                found[i] = cut_curve(curve, layout.global_batch), max(most, layout.pass_rows[i])
         return tuple(found)
 
     def sketch(self, position: int) -> CurveSketch:
@@ -232,14 +232,3 @@ class RowDevices(Predictions):
         best = {layout.active[0]: layout.global_batch for layout in reversed(self._singles_by_rate())}
         each = min((best[i] for i in positions if i in best), default=0) * count
         return min(each, self.problem.max_global_batch or each)
-
-
-def _cut_curve(curve: Curve, batch: int) -> Knots:
-    """The knots below a batch, and the curve there."""
-    bends = len(curve.batches) if curve.bent else 1
-    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
-    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
-
-
-def _round(figure: float) -> float:
-    return float(f"{figure:.6g}")

@@ -14,9 +14,9 @@ import msgspec
 from evener.plan.layout import Knots
 
 from ..families import family_of
-from ..types import Belief, Facts, Layout, Observation, Probe, Problem, Result, Timed
+from ..types import Belief, Facts, Layout, Observation, Probe, Problem, Result, Stop, Timed
 from .budget import Budget
-from .decisions import Stop, explain_nobody, explain_probe, find_doubt
+from .decisions import explain_nobody, explain_probe, find_doubt
 from .layouts import BALANCE, Candidate, LayoutOptions, same_measurement
 from .observations import SHARDED, STAGES, Observations
 from .race import Race
@@ -55,9 +55,9 @@ class Search:
         By its rows a free global batch leaves 20 steps, unless a largest one is given; by their lengths they are
         assigned by what they cost. The number of the longest row is named if no device can hold it.
         """
-        problem, quantum = self.problem, self.problem.multiple_of
-        if facts.rows and problem.global_batch is None and problem.max_global_batch is None:
-            most = min(facts.rows, max(facts.rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
+        problem, quantum, rows = self.problem, self.problem.multiple_of, facts.rows
+        if rows and problem.global_batch is None and problem.max_global_batch is None:
+            most = min(rows, max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)) // quantum * quantum
             problem = msgspec.structs.replace(problem, max_global_batch=max(quantum, most))
         if facts.lengths:
             problem = msgspec.structs.replace(problem, lengths=facts.lengths, longest_row=facts.longest_row)

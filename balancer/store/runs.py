@@ -29,10 +29,9 @@ from ..journal import AskedEntry, FailedEntry, Header, ObservationEntry, Record,
 from ..request import Job
 from ..result.outcome import RunEnd, build_outcome
 from ..result.words import make_fault, refuse
-from ..search.decisions import Stop
 from ..search.layouts import BALANCE
 from ..search.search import Search
-from ..types import Facts, Failed, Finding, Observation, OutOfMemory
+from ..types import Facts, Failed, Finding, Observation, OutOfMemory, Stop
 from .locks import is_running, lock_run
 
 JOURNAL = "journal.jsonl"

@@ -14,7 +14,6 @@ from evener.balancer.result.explain_failure import explain_no_plan, find_failure
 from evener.balancer.result.outcome import RunEnd
 from evener.balancer.result.words import say_all
 from evener.balancer.run import open_run
-from evener.balancer.search.decisions import Stop
 from evener.balancer.session import Session
 from evener.balancer.types import (
     Belief,
@@ -25,6 +24,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Stop,
     Timed,
     solo,
 )

@@ -18,10 +18,9 @@ from evener.balancer.families import FAMILIES
 from evener.balancer.request import PRECISIONS
 from evener.balancer.result import words
 from evener.balancer.result.words import list_sentences, say, say_all, write_verdict
-from evener.balancer.search.decisions import Stop
 from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path
-from evener.balancer.types import Cause, Finding, Said
+from evener.balancer.types import Cause, Finding, Said, Stop
 from evener.tui.cli.main import run
 from tests.support.search_outcomes import draw_outcome
 

@@ -22,8 +22,7 @@ import pytest
 import evener
 from evener.balancer import journal
 from evener.balancer.journal import Record
-from evener.balancer.search.decisions import Stop
-from evener.balancer.types import Observation, Timed
+from evener.balancer.types import Observation, Stop, Timed
 from evener.plan.file import load_plan
 from evener.tui.cli import session_runner
 from tests.support.python_path import python_path

@@ -8,7 +8,7 @@ from evener.balancer.events import Finished
 from evener.balancer.journal import Header, ObservationEntry, Record
 from evener.balancer.request import Request
 from evener.balancer.result.outcome import RunEnd, build_outcome
-from evener.balancer.search.decisions import Stop
+from evener.balancer.types import Stop
 from evener.devices.types import Device
 from tests.support.search_machines import Bench, noisy
 

@@ -16,10 +16,9 @@ from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Job, Request
 from evener.balancer.result.outcome import RunEnd, build_outcome
-from evener.balancer.search.decisions import Stop
 from evener.balancer.search.search import Search
 from evener.balancer.session import latest_end
-from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
 from evener.devices.machine import Machine
 from evener.devices.simulated import load_machine
 from tests.support import search_oracle as oracle

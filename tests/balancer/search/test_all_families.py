@@ -12,10 +12,9 @@ from evener.balancer.families import Placement
 from evener.balancer.objectives import mean_power
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.outcome import list_broken
-from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 from tests.support import comparison_cases
 

@@ -22,11 +22,10 @@ from evener.balancer.result.outcome import (
 )
 from evener.balancer.result.words import say_all, write_verdict
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import LayoutOptions, shrink
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 
 ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")))

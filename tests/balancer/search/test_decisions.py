@@ -7,10 +7,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from evener.balancer.search.decisions import Stop, find_doubt
+from evener.balancer.search.decisions import find_doubt
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Facts, Probe
+from evener.balancer.types import Facts, Probe, Stop
 from evener.shares.curves import Cost
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials

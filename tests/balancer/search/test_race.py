@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.observations import MOST_TURNS
 from evener.balancer.search.ranking import LEAST_GAIN, ROUGH, compare_turns, throughput
 from evener.balancer.search.search import Search
 from evener.balancer.statistics import relative_half_width
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Stop, Timed
 from tests.support import machine_families, search_trials
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, noisy, searched

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
-from evener.balancer.search.decisions import Stop
 from evener.balancer.search.layouts import TIE
 from evener.balancer.search.search import Search
 from evener.balancer.session import Session
-from evener.balancer.types import Observation, Problem, Result, Timed, solo
+from evener.balancer.types import Observation, Problem, Result, Stop, Timed, solo
 from evener.devices.machine import Machine, SimulatedDevice, Sync
 from evener.plan.file import BEST_SINGLE
 from tests.support import machine_families, search_oracle
