@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
-from evener.plan.layout import Knots
-from evener.plan.solver import cut_curve
+from evener.plan.layout import Knots, cut_curve
 from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly

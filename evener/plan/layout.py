@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..errors import PlanError
-from ..shares.curves import Cost
+from ..shares.curves import Cost, Curve
 
 RATIO_TOLERANCE = 1e-6
 EVEN_SPLIT = "even split"  # names in a plan's evidence
@@ -245,6 +245,17 @@ def is_curve(curve: Knots) -> bool:
     rows, seconds = zip(*curve, strict=True)
     finite = all(map(math.isfinite, (*rows, *seconds))) and rows[0] >= 0 and seconds[0] >= 0 < seconds[-1]
     return len(curve) > 1 and finite and all(a < b for a, b in pairwise(rows)) and list(seconds) == sorted(seconds)
+
+
+def cut_curve(curve: Curve, batch: int) -> Knots:
+    """The knots of a curve below a batch, and the curve there."""
+    bends = len(curve.batches) if curve.bent else 1
+    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
+    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
+
+
+def _round(figure: float) -> float:
+    return float(f"{figure:.6g}")
 
 
 def _check_ratios_of_rows(layout: PlanLayout, where: str) -> None:

@@ -75,17 +75,6 @@ def _join_knots(knots: Knots) -> Curve:
     return Curve(batches, times, (end - seconds) / (last - rows))
 
 
-def cut_curve(curve: Curve, batch: int) -> Knots:
-    """The knots of a curve below a batch, and the curve there."""
-    bends = len(curve.batches) if curve.bent else 1
-    knots = [(rows, time) for rows, time in zip(curve.batches[:bends], curve.times, strict=False) if rows < batch - 0.5]
-    return tuple((_round(rows), _round(time)) for rows, time in (*knots, (batch, curve.seconds(batch))))
-
-
-def _round(figure: float) -> float:
-    return float(f"{figure:.6g}")
-
-
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """The plan without these devices, each a host and a device of it, at the same global batch.
 
