@@ -11,7 +11,7 @@ from evener.balancer.families import PackMode, pack_on
 from evener.balancer.result.outcome import list_broken
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed, solo
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
 from tests.support.search_machines import Bench
 
 ONE = Bench(((10.0, 0.1, 0, 3000),))
@@ -68,6 +68,20 @@ def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(fi
     """Also where rows hardly take time, so that 2 % more of them would gain nearly 2 %."""
     sizes = [size for size, _ in packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)]
     assert len(sizes) == len(set(sizes)) > 1
+
+
+def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
+    """Where memory can't be read; the device holds 3000 rows in all."""
+    search, tried = Search(Problem(1, (None,)), LayoutOptions(("solo", "pack"))), list[tuple[int, int]]()
+    while probes := search.ask():
+        for probe in probes:
+            size, rows = probe.layout.processes, probe.layout.global_batch
+            tried += [(size, rows)] if size > 1 and probe.stage == "pack" else []
+            (seen,) = ONE.measure([probe])
+            search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
+    most = search.race.singles[0].global_batch
+    assert [rows for size, rows in tried if size == 2] == [most, int(0.7 * most), int(0.7 * int(0.7 * most))]
+    assert 2 * int(0.7 * int(0.7 * most)) <= 3000 < 2 * int(0.7 * most)
 
 
 def test_packs_leave_time_for_the_winner_s_knobs() -> None:

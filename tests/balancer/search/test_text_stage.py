@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from evener.balancer.search.budget import Budget
-from evener.balancer.search.layouts import BALANCE
+from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import TextModel
@@ -50,6 +50,14 @@ def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
     Short rows come in four passes: they show what of a step's cost is a pass's.
     """
     assert passes_of(FAST) == [(8, 1, 64), (4, 1, 512), (15, 4, 33), (32, 1, 64), (11, 1, 176)]
+
+
+def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
+    """Where packs follow, exploration has 0.4 of it; without costs, no row can be assigned."""
+    search, seen = TextMachine((FAST, SLOW)).searched(LayoutOptions(), budget_seconds=6.0, global_batch=64)
+    assert sum(one.elapsed_seconds for one in seen if one.probe.layout.shares[0]) > 0.4 * 6.0 + 2.0
+    assert isinstance(search.devices, TextModel)
+    assert all(search.devices.alone)
 
 
 @pytest.mark.parametrize("median", [20, 64, 200])
