@@ -113,7 +113,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     created: str = ""  # UTC, RFC 3339
     workload: str = ""
-    framework: Annotated[str, msgspec.Meta(pattern="^(torch|tensorflow|none|)$")] = "none"
+    framework: str = "none"
     precision: str = "float32"
     xla: bool = False
     layout: PlanLayout

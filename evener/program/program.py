@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import EvenerError, RequestError
-from ..torch_loss.guard import Guard
+from ..torch_loss.guard import LOOK_AGAIN, Guard
 from ..torch_loss.measure import kept_state
 from ..torch_split.batch import Steps
 from ..torch_split.checks import OPTIMIZER_CHECK
@@ -24,7 +24,6 @@ from . import views
 from .notes import Notebook, read_settings
 from .views import RankView
 
-LOOK_AGAIN = 4  # times as many steps until the guard looks once more
 LIBRARIES = {"torch", "accelerate", "transformers", "evener"}  # whose exchanges are known
 MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
 

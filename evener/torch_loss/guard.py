@@ -6,9 +6,11 @@ of the rows: nothing of the program's own code runs twice, and nothing of it is 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from math import isclose
 from typing import Any
 
 import msgspec
@@ -25,6 +27,11 @@ _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tens
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}  # by how much a loss may differ that is computed again
 _NUMBERS = {"mul", "multiply", "div", "divide", "true_divide", "truediv", "add", "sub", "pow", "lerp"}  # or in place
 HALF_AGAIN = 3e-2
+LOOK_AGAIN = 4  # times as many steps until a guard looks once more
+LOOP_REMEDY = (
+    "Write a mean over tokens or class weights as split.loss(total, count), or take split.step with count=; for a loss"
+    " over all rows of the batch, take split.gather(rows)."
+)
 
 
 class RowNumber(int):
@@ -57,7 +64,7 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     """Writes down a batch's way to its loss; at its first backward pass `fault` says why shares would change it.
 
     The fault is empty where the loss is a mean over rows. `repad` collates the first rows of the batch and the others
-    by themselves, where they are padded less then.
+    by themselves, where they are padded less then. `rows` are the batch's, unless its first tensor says so.
     """
 
     def __init__(
@@ -65,13 +72,14 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         models: Iterable[Any],
         batch: Any,
         repad: Callable[[int], list[Any]] | None = None,
+        rows: int = 0,
     ) -> None:
         super().__init__()
         self.fault, self.done = "no backward pass was seen in its first step", False
         self._repad = repad
         self._models = [each for each in models if each.training]
         self._batch = [each for each in tensors_in(batch) if each.ndim]
-        self._rows = len(self._batch[0]) if self._batch else 0
+        self._rows = rows or (len(self._batch[0]) if self._batch else 0)
         self._tape: list[WrittenCall] = []
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # tensors that a model's output led to
@@ -243,6 +251,33 @@ class Guard(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         constant = [each for each in arguments if isinstance(each, torch.Tensor) and id(each) not in self._made]
         plain = [each for each in arguments if isinstance(each, int | float) and not isinstance(each, RowNumber)]
         return [*map(float, plain), *(float(each.detach()) for each in constant if each.numel() == 1)]
+
+
+class LoopGuard(Guard):
+    """A guard of a loop that calls backward itself: a loss that isn't a mean over rows is refused."""
+
+    def __init__(self, weights: Any, batch: Any, rows: int, count: Callable[[], Any]) -> None:
+        super().__init__(weights.models, batch, rows=rows)
+        self._weights, self._count, self._met = weights, count, count()  # what ranks have exchanged
+        self.steps = True  # what follows the backward pass isn't noted
+
+    def judge(self, loss: torch.Tensor) -> str:
+        """RequestError for such a loss, unless the split has a part in it; a warning for one that can't be judged."""
+        if not self._weights.is_loops:
+            return ""
+        alone = self._count() == self._met
+        fault = super().judge(loss) if alone else "its ranks exchange figures before its backward pass"
+        if self.measured and "nan" not in fault and not self._may_count_rows():
+            raise RequestError(fault, LOOP_REMEDY)
+        if fault:
+            why = "it has a number that may be its rows, which batch.size(0) says" if self.measured else fault
+            warnings.warn(f"A loss wasn't checked, as {why}. Is it a mean over rows (split.check)?", stacklevel=4)
+        return fault
+
+    def _may_count_rows(self) -> bool:
+        """True if the loss is multiplied or divided by so many times its rows, which may be len() of them."""
+        times = [each for one in self.numbers or () if one for each in (one / self._rows, 1 / one / self._rows)]
+        return any(each > 0.5 and isclose(each, round(each)) for each in times)
 
 
 def _replay(entries: list[WrittenCall], known: dict[int, Any], rows: int, wanted: int) -> Any:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ..errors import RequestError
 from ..shares.whole_rows import bounds, even, gradient_weight, split_passes
+from ..torch_loss.guard import LOOK_AGAIN, LoopGuard
 from ..torch_rows.loader import Epoch, StepListener
 from ..torch_rows.structure import DealtBatch, address, cut_rows, tensors_in
-from .collectives import is_equal_everywhere
+from .collectives import count_exchanges, is_equal_everywhere
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -269,12 +270,15 @@ def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
     return newest.origin.tail is None or all(batch.used for each in epochs for batch in each.batches[:-1])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Steps(StepListener):
     """Hears of the steps of one loader of a training's own loop; those of a validation aren't timed or reported."""
 
     training: Any
     trains: bool
+    guard: LoopGuard | None = None
+    batches: int = 0
+    next_look: int = 1
 
     def compare(self, digest: int) -> None:
         """RequestError if the ranks would take rows twice, or wait for each other forever."""
@@ -286,10 +290,19 @@ class Steps(StepListener):
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
         """Begin a batch that the loop gets."""
-        weights = self.training.weights
+        training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
-        if self.trains:
-            self.training.timer.begin(sizes)
+        if not self.trains:
+            return
+        weights.is_loops, self.batches = not training.passes.checked, self.batches + 1
+        rows, early = sizes[training.rank], self.guard is not None and not self.guard.done
+        if self.batches >= self.next_look or not early:  # a loop that takes its next batch early is looked at on
+            if self.guard is not None:
+                self._look_away(self.guard)
+            alone = training.world > 1 and rows > 1 and not weights.equal_passes and origin.loader() is not None
+            if alone and self.batches >= self.next_look:
+                self.guard, self.next_look = LoopGuard(weights, batch, rows, count_exchanges), self.batches + 2
+        training.timer.begin(sizes)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Report a batch that the loop is done with."""
@@ -299,6 +312,13 @@ class Steps(StepListener):
 
     def end(self, origin: Epoch) -> None:
         """An epoch is over, or left."""
+        if self.guard is not None:
+            self._look_away(self.guard)
         if self.trains:
             self.training.timer.pause()
         self.training.weights.end(origin)
+
+    def _look_away(self, guard: LoopGuard) -> None:
+        self.next_look = LOOK_AGAIN * (self.next_look - 2) if guard.done else 0
+        guard.close()
+        self.guard = None

@@ -42,6 +42,7 @@ class BatchWeights(BatchTracker):
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # whose forward passes are looked at
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
+        self.is_loops = False  # the loss of the newest batch: the split has no part in it so far
         self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = weakref.WeakKeyDictionary()  # where no others train
         self.noise = noise  # of the one model that is trained
@@ -161,6 +162,7 @@ class BatchWeights(BatchTracker):
                 "split.parts is for a loop of your own: Lightning's strategy takes the passes itself.",
                 "Compute all of the batch in training_step.",
             )
+        self.is_loops = False
         self.in_parts = self._identify(batch, True)
         return self.in_parts
 
@@ -210,6 +212,7 @@ class BatchWeights(BatchTracker):
 
         WholeBatchLoss where a loss that is checked needs no check.
         """
+        self.is_loops &= name not in ("loss", "gather")
         if self._checking and name in ("loss", "gather"):
             raise WholeBatchLoss
         if self.in_parts is not None or self.in_pass:

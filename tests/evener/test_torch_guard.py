@@ -147,10 +147,11 @@ def test_what_is_no_mean_or_cannot_be_followed_is_said(name: str) -> None:
         assert said in judge(body)
 
 
-def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared() -> None:
+@pytest.mark.parametrize("batch", [[torch.ones(6, 4), torch.ones(4)], [torch.ones(6, 4), torch.ones(6)]])
+def test_a_batch_whose_tensors_have_no_row_for_each_sample_is_not_compared(batch: Any) -> None:
     """A time-major batch of four samples, which would be cut between its steps."""
-    model, batch = nn.Linear(4, 1), (torch.ones(6, 4), torch.ones(4))
-    guard = Guard([model], batch)
+    model = nn.Linear(4, 1, dtype=torch.float32)
+    guard = Guard([model], batch, rows=4)
     model(batch[0]).std().backward()
     guard.close()
     assert "a row for each sample" in guard.fault

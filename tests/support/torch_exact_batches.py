@@ -287,22 +287,3 @@ def a_mean_over_tokens(shares: tuple[int, ...], rows: TensorDataset) -> list[tor
         total = F.cross_entropy(model(inputs), labels, ignore_index=1, reduction="sum")
         update(optimizer, split.loss(total, (labels != 1).sum()))
     return weights(model)
-
-
-def mean_inside(shares: tuple[int, ...], rows: TensorDataset) -> list[torch.Tensor]:
-    """What can't be noticed."""
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(self.net(inputs), labels, ignore_index=1)
-
-    split = split_by(shares)
-    model = split.wrap(Own())
-    optimizer = sgd(model)
-    for inputs, labels in split.loader(rows):
-        update(optimizer, model(inputs, labels))
-    return weights(model)

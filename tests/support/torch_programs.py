@@ -20,7 +20,6 @@ from tests.support import (
     torch_refused_programs,
     torch_unlike_programs,
 )
-from tests.support.torch_exact_batches import mean_inside
 from tests.support.torch_program_parts import EXACT, REFUSED, SHORT_TAIL, TAIL, data, network, rows_for, run, weights
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "SHORT_TAIL",
     "TAIL",
     "data",
-    "mean_inside",
     "network",
     "rows_for",
     "run",
@@ -46,7 +44,7 @@ __all__ = [
 def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bool) -> None:
     """One rank: every program with a data set of `rows` rows, and every case if `cases`."""
     torch.set_num_threads(1)
-    wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}, "mean_inside": mean_inside}
+    wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}}
     ratios = tuple(filter(None, shares))
     ended = {(name, rows): run(program, ratios, rows) for name, program in wanted.items() if rows in rows_for(name)}
     trained = torch_ranks.train_cases(folder, rank, shares) if cases else {}

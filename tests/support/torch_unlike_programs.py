@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tests.support.torch_exchange_programs import Answer, Hiding, Step, adamw, f
 from tests.support.torch_program_parts import (
     CLASSES,
     WIDTH,
+    early,
     exact,
     network,
     own_ddp,
@@ -365,6 +367,96 @@ def a_layer_that_ranks_draw_apart(shares: Shares, rows: TensorDataset) -> list[t
         last.reset_parameters()
         train(model, loader, optimizer)
     return weights(model)
+
+
+class OwnLoss(nn.Module):
+    """Returns a mean that is weighted by what its rows say, as a model of Hugging Face's by labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights = inputs[:, 0].exp()
+        return (F.cross_entropy(self.net(inputs), labels, reduction="none") * weights).sum() / weights.sum()
+
+
+@refused("it isn't a mean over rows. Write a mean over tokens")
+def a_weighted_mean_inside_the_model(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(OwnLoss())
+    optimizer = sgd(model)
+    for inputs, labels in split.loader(rows):
+        update(optimizer, model(inputs, labels))
+    return weights(model)
+
+
+@refused("it isn't a mean over rows. Write a mean over tokens")
+def advantages_centred_over_the_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """As PPO has them; the first batch is taken before the loop, to look at its shape."""
+    split = split_by(shares)
+    model, loader = split.wrap(network()), split.loader(rows)
+    optimizer = sgd(model)
+    next(iter(loader))
+    for inputs, labels in loader:
+        gain = inputs[:, 0] - inputs[:, 0].mean()
+        chances = model(inputs).log_softmax(1).gather(1, labels[:, None])[:, 0]
+        update(optimizer, -(gain * chances).mean())
+    return weights(model)
+
+
+@refused("it isn't a mean over rows. Write a mean over tokens")
+def weights_of_rows_in_a_loop_that_fetches_ahead(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(OwnLoss())
+    optimizer = sgd(model)
+    for inputs, labels in early(split.loader(rows)):
+        update(optimizer, model(inputs, labels))
+    return weights(model)
+
+
+@refused("it is a sum, not a mean over rows")
+def a_sum_in_a_later_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    split = split_by(shares)
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    loader = split.loader(rows)
+    for number, (inputs, labels) in enumerate(chain(loader, loader), 1):
+        update(optimizer, F.cross_entropy(model(inputs), labels, reduction="sum" if number > 4 else "mean"))
+    return weights(model)
+
+
+@exact
+def sums_that_python_divides_by_the_batch_s_length(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        total = F.cross_entropy(made, labels, reduction="sum") / len(labels)
+        return total + 0.1 * made.square().sum() * (1 / len(made)) / CLASSES
+
+    return accumulate(shares, rows, network(), loss)
+
+
+@exact
+def a_loop_over_the_rows_of_a_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    def loss(made: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = [F.cross_entropy(made[row : row + 1], labels[row : row + 1]) for row in range(len(labels))]
+        return torch.stack(each).mean()
+
+    return accumulate(shares, rows, network(), loss)
+
+
+@exact
+def a_target_that_moves_before_its_batch(shares: Shares, rows: TensorDataset) -> list[torch.Tensor]:
+    """In place, as an average of the weights, and part of the loss: computed again, it would move further."""
+    split, target = split_by(shares), network()
+    model = split.wrap(network())
+    optimizer = sgd(model)
+    for inputs, labels in split.loader(rows):
+        with torch.no_grad():
+            for own, its in zip(target.parameters(), weights(model), strict=True):
+                own.lerp_(its, 0.3)
+        made = model(inputs)
+        update(optimizer, F.cross_entropy(made, labels) + (made - target(inputs).detach()).square().mean())
+    return weights(model, target)
 
 
 @refused("it isn't a mean over rows. For a mean over tokens")
