@@ -1,8 +1,8 @@
 """The store of observations, in any order; by device, by layout and by stage.
 
 Equal sets of observations give equal answers. Devices are modelled from exploration alone (stages solo, rest and
-split), so that the race does not change the candidates it compares. Costs, failures and memory that others take count
-from all stages.
+split) until a winner is checked, so that the race does not change the candidates it compares. Costs, failures and
+memory that others take count from all stages.
 """
 
 from __future__ import annotations
