@@ -119,7 +119,7 @@ class Search:
         return () if self._why_none else self.devices.next_probes(budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """The next probe of exploration once the race is over, in a budget of so many seconds; None: without one."""
+        """The next probe of exploration once the race is over, with a budget of `seconds`; None means no budget."""
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         return self._explore(Budget(problem, self.options, self._seen, True, self.devices.predicted_rate))
 

@@ -275,7 +275,7 @@ class LoopGuard(Guard):
         return fault
 
     def _may_count_rows(self) -> bool:
-        """True if the loss is multiplied or divided by so many times its rows, which may be len() of them."""
+        """True if a factor or divisor of the loss is a multiple of its rows: the program may have asked for len()."""
         times = [each for one in self.numbers or () if one for each in (one / self._rows, 1 / one / self._rows)]
         return any(each > 0.5 and isclose(each, round(each)) for each in times)
 
