@@ -79,7 +79,10 @@ def refuse_torchrun(_: Any, __: Any, arguments: Any, keywords: Any) -> NoReturn:
 
 def note_spawn(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     """Say what becomes of processes that each of evener run's own starts, as torch.multiprocessing does."""
-    say("it starts processes by torch.multiprocessing.spawn; a training reads RANK and WORLD_SIZE, as under torchrun")
+    say(
+        "this program starts processes by torch.multiprocessing.spawn; if they train, let it read RANK and WORLD_SIZE"
+        " instead, as under torchrun"
+    )
     return wrapped(*arguments, **keywords)
 
 

@@ -22,6 +22,7 @@ from ..torch_rows.structure import DealtBatch, address, cut_rows, tensors_in
 from .collectives import count_exchanges, is_equal_everywhere
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
+LOOK_LASTS = 2  # batches at most: a loop may take one batch ahead of its turn
 
 
 class Part:
@@ -296,12 +297,12 @@ class Steps(StepListener):
             return
         weights.is_loops, self.batches = not training.passes.checked, self.batches + 1
         rows, early = sizes[training.rank], self.guard is not None and not self.guard.done
-        if self.batches >= self.next_look or not early:  # a loop that takes its next batch early is looked at on
+        if self.batches >= self.next_look or not early:  # else the look goes on: the loop took its next batch early
             if self.guard is not None:
                 self._look_away(self.guard)
-            alone = training.world > 1 and rows > 1 and not weights.equal_passes and origin.loader() is not None
-            if alone and self.batches >= self.next_look:
-                self.guard, self.next_look = LoopGuard(weights, batch, rows, count_exchanges), self.batches + 2
+            apart = training.world > 1 and rows > 1 and not weights.equal_passes and origin.loader() is not None
+            if apart and self.batches >= self.next_look:
+                self.guard, self.next_look = LoopGuard(weights, batch, rows, count_exchanges), self.batches + LOOK_LASTS
         training.timer.begin(sizes)
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
@@ -319,6 +320,6 @@ class Steps(StepListener):
         self.training.weights.end(origin)
 
     def _look_away(self, guard: LoopGuard) -> None:
-        self.next_look = LOOK_AGAIN * (self.next_look - 2) if guard.done else 0
+        self.next_look = LOOK_AGAIN * (self.next_look - LOOK_LASTS) if guard.done else 0
         guard.close()
         self.guard = None

@@ -188,7 +188,7 @@ def test_a_training_in_each_process_alone_is_said_and_ends_where_it_has_to_be_ba
 def test_processes_that_a_program_starts_itself_are_said(trainer_ranks: Ranks) -> None:
     """As PyTorch's tutorials do: each of evener run's would start them, at the same port."""
     (said,) = trainer_ranks(f"{SCRIPTS}.save_spawned")
-    assert "it starts processes by torch.multiprocessing.spawn" in said
+    assert "this program starts processes by torch.multiprocessing.spawn" in said
 
 
 def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
